@@ -1,0 +1,48 @@
+# Every target sets up .venv by itself when it is needed.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+DATA := $(abspath $(wildcard ../shared/data))
+ifneq ($(DATA),)
+export RECLEAK_DATA ?= $(DATA)
+endif
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; say which: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.PHONY: audit test check lint types docs-check bench clean help
+
+audit: $(READY)  ## The main job on the embedded data; prints where the result is
+	$(BIN)/recleak audit
+
+test: $(READY) lint types  ## Lint, types and the whole test suite
+	$(BIN)/pytest -n auto -m "not slow"
+
+check: $(READY) lint types  ## Lint, types and the quick tests, in under 90 s
+	$(BIN)/pytest -n auto -m "not slow and not heavy" -q
+
+lint: $(READY)  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## mypy --strict
+	$(BIN)/mypy
+
+docs-check: $(READY)  ## Links, commands and the module tree in the documentation
+	$(BIN)/pytest -q tests/test_docs.py
+
+bench: $(READY)  ## Benchmarks: seconds and peak memory, to the terminal and benchmarks/out/
+	$(BIN)/python benchmarks/data.py
+
+clean:  ## Remove .venv, caches and results
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis runs benchmarks/out
+
+help:  ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'

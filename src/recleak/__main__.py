@@ -1,0 +1,5 @@
+"""`python -m recleak` is `recleak`."""
+
+from recleak.cli import main
+
+main()

@@ -1,0 +1,234 @@
+"""Any CSV, TSV or Parquet file with a column map; the separator is sniffed, well-known column names are guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import polars as pl
+
+from recleak.data.interactions import ITEM_FACTS, Interactions, Note
+from recleak.data.lines import Tally
+from recleak.data.text import Field, Parse, head, read_header, read_text, real, sniff_separator, text, time
+from recleak.errors import DataError, unknown_name
+
+Source = str | int  # a header's name, or a position counted from 0 in a file without a header
+Kind = Literal["categorical", "continuous"]
+
+GUESSES = {
+    "user": ("user", "user_id", "userid", "uid", "reviewerid", "customer_id", "visitorid"),
+    "item": ("item", "item_id", "itemid", "iid", "movieid", "movie_id", "asin", "product_id", "venue_id", "track_id"),
+    "rating": ("rating", "score", "stars", "overall"),
+    "time": ("time", "timestamp", "ts", "unix_time", "unixreviewtime", "datetime", "date"),
+}
+_CATEGORY_SEPARATOR = "|"
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """Which column is what. `attributes` and `facts` belong to the user and the item file."""
+
+    user: Source | None = None
+    item: Source | None = None
+    rating: Source | None = None
+    time: Source | None = None
+    separator: str | None = None
+    user_id: Source | None = None
+    attributes: Mapping[str, Kind | None] = field(default_factory=dict)
+    item_id: Source | None = None
+    facts: Mapping[str, Source] = field(default_factory=dict)
+
+
+GUESSED = ColumnMap()
+
+
+def read_columns(
+    path: Path, columns: ColumnMap = GUESSED, *, users: Path | None = None, items: Path | None = None
+) -> Interactions:
+    """Interactions from one table, with user attributes and item facts from two more where they exist.
+
+    Attributes default to all columns of the user file: a column of numbers is continuous, others are categorical, and
+    so are numbers that begin with 0, such as zip codes.
+    """
+    parsers: dict[str, Parse] = {"user": text, "item": text, "rating": real, "time": time}
+    header = _header(path, columns)
+    sources = {name: _source(path, name, getattr(columns, name), header) for name in parsers}
+    wanted = [
+        Field(name, source, parsers[name], name in ("user", "item"))
+        for name, source in sources.items()
+        if source is not None
+    ]
+    events, notes = _read(path, wanted, columns.separator)
+    user_table = item_table = None
+    if users is not None:
+        user_table, more = _read_attributes(users, columns)
+        notes += more
+    if items is not None:
+        item_table, more = _read_facts(items, columns)
+        notes += more
+    return Interactions.build(events, user_table, item_table, notes)
+
+
+def _header(path: Path, columns: ColumnMap) -> list[str] | None:
+    """The column names; None if the map speaks of positions."""
+    if isinstance(columns.user, int) or isinstance(columns.item, int):
+        return None
+    return _names(path, columns.separator)
+
+
+def _names(path: Path, separator: str | None) -> list[str]:
+    if path.suffix == ".parquet":
+        return _parquet(path).collect_schema().names()
+    return read_header(path, _separator(path, separator))
+
+
+def _source(path: Path, name: str, given: Source | None, header: list[str] | None) -> Source | None:
+    """Where a column stands: as given, or guessed from well-known names."""
+    if given is not None:
+        return given
+    lowered = {column.lower(): column for column in header or ()}
+    for guess in GUESSES[name]:
+        if guess in lowered:
+            return lowered[guess]
+    if name in ("rating", "time"):
+        return None
+    raise DataError(
+        f"cannot tell which column is the {name}; there is {header or 'no header'}",
+        file=path,
+        line=1,
+        remedy=f"Say it: --{name} NAME, or --{name} NUMBER (counted from 0) if the file has no header.",
+    )
+
+
+def _separator(path: Path, given: str | None) -> str:
+    if given is not None:
+        separator = given.replace("\\t", "\t")
+        if not separator or any(char in separator for char in '"\r\n'):
+            remedy = "Say another: ',' ';' '|' '::' or '\\t'; without quotes and line ends."
+            raise DataError(f"the separator cannot be {separator!r}", file=path, remedy=remedy)
+        return separator
+    lines = head(path)
+    found = sniff_separator(lines)
+    if found is None:
+        raise DataError(
+            f"cannot tell the separator from the first lines, such as {lines[0][:100]!r}",
+            file=path,
+            line=1,
+            remedy="Say it: --separator ',' (or ';', '|', '::', '\\t').",
+        )
+    return found
+
+
+def _parquet(path: Path) -> pl.LazyFrame:
+    """A Parquet file, of which nothing but the schema was read."""
+    if not path.is_file():
+        raise DataError("no such file", file=path, remedy="Check the path.")
+    try:
+        scan = pl.scan_parquet(path, glob=False)
+        scan.collect_schema()
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"not readable as Parquet ({error})", file=path, remedy="Fetch or write it again.") from error
+    return scan
+
+
+def _read(path: Path, wanted: Sequence[Field], separator: str | None) -> tuple[pl.DataFrame, list[Note]]:
+    """The wanted columns of a text or Parquet file."""
+    if path.suffix != ".parquet":
+        header = not any(isinstance(each.source, int) for each in wanted)
+        return read_text(path, wanted, separator=_separator(path, separator), header=header, quoted=True)
+    scan = _parquet(path)
+    names = scan.collect_schema().names()
+    lacking = [each.source for each in wanted if each.source not in names]
+    if lacking:
+        raise DataError(f"no column {lacking}; there is {names}", file=path, remedy="Name the right columns.")
+    try:
+        columns = [pl.col(str(each.source)).alias(each.name) for each in wanted]
+        table = scan.select(columns).collect(engine="streaming")
+        return _typed(table, wanted, path)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"a column cannot be used ({error})", file=path, remedy="Mend the file.") from error
+
+
+def _typed(table: pl.DataFrame, wanted: Sequence[Field], path: Path) -> tuple[pl.DataFrame, list[Note]]:
+    """Columns of a typed file as if they had been read from text; the line of a note is the row, counted from 1."""
+    if table.is_empty():
+        raise DataError("there are columns but no row", file=path, remedy="Check that the export was complete.")
+    tally = Tally(path.name, rows=table.height)
+    dropped = pl.repeat(False, table.height, eager=True)
+    columns = []
+    for each in wanted:
+        given = _content(table[each.name])
+        values = _values(given, each).rename(each.name)
+        bad = values.is_null() if each.required else values.is_null() & given.is_not_null()
+        if bad.any() and not dropped.any():
+            at = int(bad.arg_max() or 0)
+            tally.reject(at + 1, str(given[at]), f"{each.name} cannot be used")
+        dropped |= bad
+        columns.append(values)
+    tally.bad = int(dropped.sum())
+    tally.check()
+    return pl.DataFrame(columns).filter(~dropped), tally.notes(latin_expected=False)
+
+
+def _content(values: pl.Series) -> pl.Series:
+    """Values without what text cannot tell from nothing: NaN, blanks around, the empty string."""
+    if values.dtype.is_float():
+        return values.fill_nan(None)
+    if values.dtype.is_numeric() or values.dtype.is_temporal() or isinstance(values.dtype, pl.List):
+        return values
+    values = values.cast(pl.String).str.strip_chars()
+    return values.set(values == "", None)
+
+
+def _values(given: pl.Series, each: Field) -> pl.Series:
+    """One column in our types."""
+    if each.parse is real and given.dtype.is_numeric():
+        return real(given)
+    if each.parse is time and given.dtype.is_temporal():
+        return given.cast(pl.Datetime("us")).dt.epoch("s")
+    if each.parse is not text:
+        return each.parse(given.cast(pl.String))
+    if each.required and given.dtype.is_float():  # ids that had to be floats because some were missing
+        whole = given.cast(pl.Int64, strict=False)
+        return whole if (whole == given).all() else given.cast(pl.String)
+    return given if given.dtype.is_numeric() or each.name == "categories" else given.cast(pl.String)
+
+
+def _read_attributes(path: Path, columns: ColumnMap) -> tuple[pl.DataFrame, list[Note]]:
+    names = _names(path, columns.separator)
+    key = _source(path, "user", columns.user_id, names)
+    kinds = dict(columns.attributes) or dict.fromkeys((name for name in names if name != key), None)
+    parsers: dict[str | None, Parse] = {"continuous": real}
+    fields = [Field("id", key if key is not None else 0, required=True)]
+    fields += [Field(name, name, parsers.get(kind, text)) for name, kind in kinds.items()]
+    table, notes = _read(path, fields, columns.separator)
+    for name, kind in kinds.items():
+        values = table[name]
+        if kind == "categorical":
+            table = table.with_columns(pl.col(name).cast(pl.String))
+        elif kind is None and values.dtype == pl.String and _looks_continuous(values):
+            table = table.with_columns(real(values))
+    return table, notes
+
+
+def _looks_continuous(values: pl.Series) -> bool:
+    """Numbers throughout, and none like the zip code 02139."""
+    numbers = real(values).null_count() == values.null_count() < len(values)
+    return numbers and not values.str.contains("^0[0-9]").any()
+
+
+def _read_facts(path: Path, columns: ColumnMap) -> tuple[pl.DataFrame, list[Note]]:
+    names = _names(path, columns.separator)
+    key = _source(path, "item", columns.item_id, names)
+    facts = dict(columns.facts) or {name: name for name in ITEM_FACTS if name in names}
+    fields = [Field("id", key if key is not None else 0, required=True)]
+    for name, source in facts.items():
+        if name not in ITEM_FACTS:
+            raise unknown_name("item fact", name, ITEM_FACTS)
+        fields.append(Field(name, source, real if ITEM_FACTS[name].is_float() else text))
+    table, notes = _read(path, fields, columns.separator)
+    if not isinstance(table.schema.get("categories", pl.List(pl.String)), pl.List):
+        table = table.with_columns(pl.col("categories").cast(pl.String).str.split(_CATEGORY_SEPARATOR))
+    return table, notes

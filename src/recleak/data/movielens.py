@@ -1,0 +1,83 @@
+"""MovieLens-100K and MovieLens-1M, as GroupLens publishes them (plain or .gz)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+
+from recleak.data.interactions import Interactions, Note
+from recleak.data.lines import find_file
+from recleak.data.text import Field, integer, read_text, real, text, time
+
+_RATINGS = (Field("user", 0, integer, True), Field("item", 1, integer, True), Field("rating", 2, real, True))
+# fmt: off
+_GENRES_100K = (
+    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+    "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
+)
+_OCCUPATIONS_1M = (
+    "other", "academic/educator", "artist", "clerical/admin", "college/grad student", "customer service",
+    "doctor/health care", "executive/managerial", "farmer", "homemaker", "K-12 student", "lawyer", "programmer",
+    "retired", "sales/marketing", "scientist", "self-employed", "technician/engineer", "tradesman/craftsman",
+    "unemployed", "writer",
+)
+# fmt: on
+
+
+def _occupation(values: pl.Series) -> pl.Series:
+    """An occupation code."""
+    names = {str(code): name for code, name in enumerate(_OCCUPATIONS_1M)}
+    return values.replace_strict(names, default=None, return_dtype=pl.String)
+
+
+def read_ml_100k(folder: Path) -> Interactions:
+    """`u.data`, `u.user` and `u.item` of MovieLens-100K; age is continuous, gender, occupation and zip categorical."""
+    events, notes = read_text(
+        find_file(folder, "u.data"), [*_RATINGS, Field("time", 3, time)], separator="\t", header=False, width=4
+    )
+    profile = [Field("age", 1, integer), Field("gender", 2), Field("occupation", 3), Field("zip", 4)]
+    users, user_notes = read_text(
+        find_file(folder, "u.user"), [Field("id", 0, integer, True), *profile], separator="|", header=False, width=5
+    )
+    flags = [Field(genre, 5 + n, integer) for n, genre in enumerate(_GENRES_100K)]
+    items, item_notes = read_text(
+        find_file(folder, "u.item"),
+        [Field("id", 0, integer, True), Field("title", 1), *flags],
+        separator="|",
+        header=False,
+        width=24,
+        latin_expected=True,
+    )
+    genres = pl.concat_list(pl.when(pl.col(genre) == 1).then(pl.lit(genre)) for genre in _GENRES_100K)
+    items = items.select("id", "title", genres.list.drop_nulls().alias("categories"))
+    return Interactions.build(events, users, items, [*notes, *user_notes, *item_notes])
+
+
+def read_ml_1m(folder: Path) -> Interactions:
+    """`ratings.dat`, `users.dat` and `movies.dat` of MovieLens-1M; age is the lower end of its band (1 is under 18).
+
+    A time of 0 is unknown: copies of the file exist in which most times are missing.
+    """
+    events, notes = read_text(
+        find_file(folder, "ratings.dat"), [*_RATINGS, Field("time", 3, time)], separator="::", header=False, width=4
+    )
+    unknown = int((events["time"] == 0).sum())
+    if unknown:
+        events = events.with_columns(pl.col("time").replace(0, None))
+        remedy = "These users have no order in time beyond the ratings that have one."
+        notes.append(Note("ratings without a time (0)", unknown, remedy, "ratings.dat"))
+    profile = [Field("gender", 1), Field("age", 2, integer), Field("occupation", 3, _occupation), Field("zip", 4)]
+    users, user_notes = read_text(
+        find_file(folder, "users.dat"), [Field("id", 0, integer, True), *profile], separator="::", header=False, width=5
+    )
+    items, item_notes = read_text(
+        find_file(folder, "movies.dat"),
+        [Field("id", 0, integer, True), Field("title", 1, text), Field("categories", 2)],
+        separator="::",
+        header=False,
+        width=3,
+        latin_expected=True,
+    )
+    items = items.with_columns(pl.col("categories").str.split("|"))
+    return Interactions.build(events, users, items, [*notes, *user_notes, *item_notes])

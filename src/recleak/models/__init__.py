@@ -1,0 +1,1 @@
+"""Recommenders: baselines that count, and one module per family that trains."""
