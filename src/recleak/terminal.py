@@ -1,0 +1,14 @@
+"""The two consoles: results go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def say(line: str, *, to: Console = out, style: str | None = None) -> None:
+    """One line as it is: no markup, not wrapped, so that paths can be copied."""
+    to.print(escape(line), style=style, soft_wrap=True)
