@@ -9,6 +9,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+os.environ.update(COLUMNS="100", NO_COLOR="1", TERM="dumb")  # what is shown does not depend on who looks
+os.environ.pop("FORCE_COLOR", None)
+
 hypothesis.settings.register_profile("recleak", deadline=None)  # machines are shared: time says nothing
 hypothesis.settings.load_profile("recleak")
 

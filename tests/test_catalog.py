@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from recleak.data import catalog
@@ -44,6 +46,13 @@ def test_age_groups_are_those_of_the_papers() -> None:
     assert ages == {"under 35": 544, "35 to 45": 209, "over 45": 190}
 
 
+def test_the_bands_of_ml_1m_are_grouped_in_the_same_words() -> None:
+    if catalog.locate("ml-1m") is None:
+        pytest.skip("ml-1m is not here; set RECLEAK_DATA")
+    ages = dict(catalog.load("ml-1m", "pard").users["age"].value_counts().iter_rows())
+    assert ages == {"under 35": 3_421, "35 to 45": 1_193, "over 45": 1_426}
+
+
 def test_every_preset_that_differs_from_its_paper_says_why() -> None:
     for name, entry in CATALOG.items():
         for key, preset in entry.presets.items():
@@ -58,11 +67,36 @@ def test_entries_are_complete() -> None:
     for entry in CATALOG.values():
         assert entry.terms
         assert entry.home.startswith("https://")
-        assert entry.marks
+        assert all(entry.layouts)
         for known in entry.checksums.values():
             kind, _, digest = known.partition(":")
             assert kind in ("sha256", "git")
             assert set(digest) <= set("0123456789abcdef")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "rest"),
+    [
+        ("ml-100k", "u.data", ["u.user", "u.item.gz"]),
+        ("ml-100k", "any.inter", ["any.user"]),
+        ("ml-1m", "ratings.dat.gz", ["users.dat", "movies.dat"]),
+        ("taobao", "raw_sample.csv", ["user_profile.csv.gz", "ad_feature.csv"]),
+        ("amazon-cell-phones", "reviews.json.part", ["reviews.json.gz"]),
+        ("gowalla-nyc", "loc-gowalla_totalCheckins.txt.gz.part", ["loc-gowalla_totalCheckins.txt.gz"]),
+    ],
+)
+def test_a_data_set_is_here_when_all_of_its_files_are(
+    name: str, first: str, rest: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RECLEAK_CACHE", str(tmp_path))
+    monkeypatch.delenv("RECLEAK_DATA", raising=False)
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / first).touch()
+    for file in rest:
+        assert catalog.locate(name) is None
+        (folder / file).touch()
+    assert catalog.locate(name) == folder
 
 
 def test_what_is_not_here_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
@@ -70,7 +104,8 @@ def test_what_is_not_here_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("RECLEAK_DATA", str(tmp_path))
     with pytest.raises(NotFoundError, match=r"recleak data get ml-1m.*RECLEAK_DATA"):
         catalog.load("ml-1m")
-    with pytest.raises(NotFoundError, match=r"tianchi\.aliyun\.com.*RECLEAK_DATA"):
+    files = r"raw_sample\.csv, user_profile\.csv, ad_feature\.csv"
+    with pytest.raises(NotFoundError, match=rf"tianchi\.aliyun\.com.*RECLEAK_DATA.* taobao/ with {files}"):
         catalog.load("taobao", "pard")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recleak import __version__, cli
-from recleak.data import store
+from recleak import __version__, cli, terminal
+from recleak.data import catalog, store
 
 COMMANDS = [
     [],
@@ -172,9 +172,76 @@ def test_terms_are_shown_and_nobody_there_means_no(tmp_path: Path) -> None:
 
 
 def test_names_with_markup_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "log.csv").write_text("user,item\n[red]1,a\n[/red]2,b\n")
+    log = tmp_path / "log[red].csv"
+    log.write_text("user,item\n[red]1,a\n[/red]2,b\n")
     (tmp_path / "people.csv").write_text("user,[bold]kind\n[red]1,[/bold]x\n[/red]2,[green]y\n")
-    run("data", "describe", str(tmp_path / "log.csv"), "--users", str(tmp_path / "people.csv"))
+    run("data", "describe", str(log), "--users", str(tmp_path / "people.csv"))
+    run("audit", "--data", "synthetic", "--out", str(tmp_path / "[bold]run"))
     shown = capsys.readouterr().out
-    assert "[bold]kind" in shown
+    assert "\n[bold]kind (2 classes" in shown
     assert "[/bold]x" in shown
+    assert "log[red].csv" in shown
+    assert "[bold]run/utility.json" in shown
+    assert "\\[" not in shown
+
+
+def test_audit_shows_what_the_reader_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"u{n % 20},i{n // 20},{n}" for n in range(480)]
+    (tmp_path / "dirty[x].csv").write_text("\n".join(["user,item,time", *rows[:100], "u1,i3", *rows[100:]]) + "\n")
+    run("audit", "--data", str(tmp_path / "dirty[x].csv"), "--negatives", "10", "--out", str(tmp_path / "run"))
+    seen = capsys.readouterr()
+    assert "dirty[x].csv, line 102: rows dropped; the first: 2 fields instead of 3" in seen.err
+    assert "20 users have fewer candidates than asked for" in seen.out
+    assert "line 102" in json.loads((tmp_path / "run" / "utility.json").read_text())["notes"][0]
+
+
+def test_a_narrow_terminal_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terminal.out, "_width", 40)
+        run("audit", "--out", str(tmp_path / "run"))
+        run("data", "describe", "synthetic")
+    shown = capsys.readouterr().out
+    assert "MostPop Hit@10 0." in shown
+    assert "…" not in shown.split("fingerprint")[0]
+
+
+def test_describe_json_has_the_papers_counts_and_what_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+    run("data", "describe", "synthetic", "--json", "--predict")
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["name"] == "synthetic"
+    told = facts["told_from_interactions"]
+    assert set(told) == {"gender", "age", "occupation", "community"}
+    assert told["gender"]["low"] < told["gender"]["auc"] < told["gender"]["high"]
+    if catalog.locate("ml-100k") is not None:
+        run("data", "describe", "ml-100k", "--preset", "gerai", "--json")
+        assert json.loads(capsys.readouterr().out)["paper"]["rows"] == 10_000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data", "convert", "synthetic", "--to", "FILE"],
+        ["data", "synthesize", "--to", "FILE/below"],
+        ["audit", "--out", "FILE"],
+        ["data", "describe", "synthetic", "--plot", "FILE/picture.png"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_no_traceback(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").write_text("mine")
+    run(*[word.replace("FILE", str(tmp_path / "taken")) for word in words], code=2)
+    assert str(tmp_path / "taken") in capsys.readouterr().err
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_terminal_without_the_characters_shows_question_marks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "recleak", "data", "describe", "synthetic"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "gender (2 classes" in done.stdout

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from recleak.data import lines
-from recleak.data.columns import GUESSES, ColumnMap, read_columns
+from recleak.data.columns import FACT_GUESSES, GUESSES, ColumnMap, read_columns
 from recleak.data.interactions import Interactions, Note
 from recleak.data.text import SEPARATORS, sniff_separator
 from recleak.errors import DataError, RecleakError
@@ -204,6 +204,9 @@ def test_separators_that_cannot_be_told_or_used(tmp_path: Path) -> None:
         assert f"{path}: the separator cannot be {separator!r}" in message
         assert "Say another" in message
     path = write(tmp_path / "y.csv", "user;item\n1;2\n")
+    message = error(lambda: read_columns(path, ColumnMap(separator=",")))
+    assert "cannot tell which column is the user; there is ['user;item']" in message
+    assert "The separator looks like ';', not ','. Say it: --user NAME" in message
     message = error(lambda: read_columns(path, ColumnMap(user="user", item="item", separator=",")))
     assert "no column 'user' for user; the header has ['user;item']" in message
     assert "The separator looks like ';', not ','." in message
@@ -303,6 +306,135 @@ def test_facts_can_be_mapped(tmp_path: Path) -> None:
     assert data.items.rows() == [("x", "X", ["a", "b"], 40.5), ("y", "Y", None, None)]
     with pytest.raises(RecleakError, match=r"Unknown item fact 'titel'\. Did you mean 'title'\?"):
         read_columns(events, ColumnMap(item_id="asin", facts={"titel": "name"}), items=items)
+
+
+@pytest.mark.parametrize("fact", FACT_GUESSES)
+def test_facts_are_guessed_in_any_case(tmp_path: Path, fact: str) -> None:
+    events = write(tmp_path / "e.csv", "user,item\n1,x\n")
+    for guess in FACT_GUESSES[fact]:
+        for name in (guess, guess.title(), guess.upper()):
+            items = write(tmp_path / "i.csv", f"item,{name}\nx,7\n")
+            data = read_columns(events, items=items)
+            assert data.items.columns == ["id", fact]
+            assert data.notes == ()
+
+
+def test_columns_of_the_item_table_that_are_not_used_are_noted(tmp_path: Path) -> None:
+    events = write(tmp_path / "e.csv", "user,item\n1,x\n")
+    items = write(tmp_path / "i.csv", "item,Title,genres,lat,Name,colour\nx,X,a|b,40.5,N,red\n")
+    data = read_columns(events, items=items)
+    assert data.items.rows() == [("x", "X", ["a", "b"], 40.5)]
+    found = note(data, "columns are not used: Name, colour")
+    assert (found.file, found.count) == ("i.csv", 2)
+    assert "--fact FACT=NAME, with title, categories" in found.remedy
+    data = read_columns(events, ColumnMap(facts={"title": "Name"}), items=items)
+    assert data.items.rows() == [("x", "N")]
+    note(data, "columns are not used: Title, genres, lat, colour")
+    data = read_columns(events, ColumnMap(item_id=0, facts={"title": 4}), items=items)
+    assert "not used" not in "".join(each.what for each in data.notes)
+
+
+@pytest.mark.parametrize(
+    ("columns", "header", "key"),
+    [
+        (ColumnMap(user="who", user_id="key"), "id,user,who,key", 3),
+        (ColumnMap(user="who"), "ID,user,who", 2),
+        (ColumnMap(user="who"), "ID,user,key", 1),
+        (ColumnMap(user="who"), "key,Id", 1),
+    ],
+)
+def test_the_key_of_a_user_table(tmp_path: Path, columns: ColumnMap, header: str, key: int) -> None:
+    events = write(tmp_path / "e.csv", "who,item\n7,x\n")
+    cells = ["1"] * (header.count(",") + 1)
+    cells[key] = "7"
+    users = write(tmp_path / "u.csv", f"{header},age\n{','.join(cells)},31\n".replace("id,", "nr,"))
+    assert read_columns(events, columns, users=users).users["age"].to_list() == [31.0]
+    items = write(tmp_path / "i.csv", f"{header},title\n{','.join(cells)},T\n".replace("user", "item"))
+    swapped = ColumnMap(user="item", item=columns.user, item_id=columns.user_id)
+    assert read_columns(events, swapped, items=items).items["title"].to_list() == ["T"]
+
+
+def test_a_side_table_without_a_key(tmp_path: Path) -> None:
+    events = write(tmp_path / "e.csv", "user,item\n1,x\n")
+    side = write(tmp_path / "s.csv", "a,b\n1,2\n")
+    message = error(lambda: read_columns(events, users=side))
+    assert (
+        message
+        == f"{side}, line 1: cannot tell which column is the user; there is ['a', 'b']\n  Say it: --user-id NAME."
+    )
+    assert error(lambda: read_columns(events, items=side)).endswith("Say it: --item-id NAME.")
+    side = write(tmp_path / "s.csv", "user;b\n1;2\n")
+    message = error(lambda: read_columns(events, ColumnMap(separator=","), users=side))
+    assert "The separator looks like ';', not ','. Say it: --user-id NAME." in message
+
+
+@pytest.mark.parametrize("columns", [ColumnMap(user_id=0), ColumnMap(attributes={"age": None})])
+def test_columns_of_a_table_that_was_not_given(tmp_path: Path, columns: ColumnMap) -> None:
+    events = write(tmp_path / "e.csv", "user,item\n1,x\n")
+    with pytest.raises(RecleakError, match="say --users FILE"):
+        read_columns(events, columns, items=events)
+    swapped = ColumnMap(item_id=columns.user_id, facts={"title": "age"} if columns.attributes else {})
+    with pytest.raises(RecleakError, match="say --items FILE"):
+        read_columns(events, swapped, users=events)
+
+
+# Times
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        (["2024-01-01T10:00Z", "2024-01-01 10:00"], [1704103200] * 2),
+        (["2024-01-01T12:00+02:00", "2024-01-01T10:00:00Z"], [1704103200] * 2),
+        (["20240131", "19000101"], [1706659200, -2208988800]),
+        (["20240131", ""], [1706659200, None]),
+        (["20240131", "20240231"], [20240131, 20240231]),  # there is no 31 February
+        (["20240131", "1704103200"], [20240131, 1704103200]),
+        (["1900-01-01", "2200-12-31T23:59:59"], [-2208988800, 7289654399]),
+    ],
+)
+def test_times(tmp_path: Path, ending: str, written: list[str], seconds: list[int | None]) -> None:
+    table = pl.DataFrame({"user": [0, 1], "item": "x", "time": written})
+    path = tmp_path / f"x.{ending}"
+    if ending == "csv":
+        table.write_csv(path)
+    else:
+        table.write_parquet(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "BLOCK_BYTES", 16)  # what a column is, all of its blocks tell
+        data = read_columns(path)
+    assert data.rows["time"].to_list() == seconds
+    assert data.notes == ()
+
+
+def test_typed_times_are_what_they_are(tmp_path: Path) -> None:
+    moment = datetime(1970, 8, 23, 6, 15, 31, tzinfo=UTC)  # second 20,240,131
+    pl.DataFrame({"user": [1], "item": ["x"], "time": [moment]}).write_parquet(tmp_path / "x.parquet")
+    assert read_columns(tmp_path / "x.parquet").rows["time"].to_list() == [20240131]
+
+
+@pytest.mark.parametrize("wrong", ["1899-12-31", "2201-01-01", "9999-12-31 10:00", "7289654400", "-2208988801", "1e11"])
+def test_times_in_an_impossible_year_are_bad_rows(tmp_path: Path, wrong: str) -> None:
+    rows = [f"{n},x,2024-01-01" for n in range(150)]
+    rows[20] = f"20,x,{wrong}"
+    data = read_columns(write(tmp_path / "x.csv", "user,item,time\n" + "\n".join(rows)))
+    found = note(data, f"rows dropped; the first: time is '{wrong}', not a time from 1900 to 2200")
+    assert (found.line, found.count) == (22, 1)
+
+
+def test_typed_times_in_an_impossible_year_are_bad_rows(tmp_path: Path) -> None:
+    days = [date(2024, 1, 1)] * 149 + [date(9999, 12, 31)]
+    pl.DataFrame({"user": range(150), "item": "x", "time": days}).write_parquet(tmp_path / "x.parquet")
+    assert note(read_columns(tmp_path / "x.parquet"), "rows dropped; the first: time cannot be used").line == 150
+
+
+def test_times_of_zero_are_noted(tmp_path: Path) -> None:
+    data = read_columns(write(tmp_path / "x.csv", "user,item,time\n1,x,0\n2,x,5\n3,x,0\n4,x,\n"))
+    assert data.rows["time"].to_list() == [0, 5, 0, None]
+    found = note(data, "times are 0, that is 1 January 1970")
+    assert (found.file, found.count) == ("x.csv", 2)
+    assert "If 0 means unknown" in found.remedy
 
 
 # Bad rows
@@ -457,12 +589,13 @@ WORDS = st.text(
     st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from(list('",;|\t\n: ')), min_size=1, max_size=6
 ).map(str.strip)
 IDS = (PLAIN | WORDS).filter(bool)
+TIMES = st.integers(-2 * 10**9, -1) | st.integers(1, 10**7) | st.integers(10**8, 7 * 10**9)  # no 0, no 20240131
 ROWS = st.lists(
     st.tuples(
         IDS,
         IDS,
         st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False),
-        st.none() | st.integers(-(10**10), 10**10),
+        st.none() | TIMES,
     ),
     min_size=1,
     max_size=8,

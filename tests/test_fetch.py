@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.server
 import io
@@ -45,7 +46,10 @@ class Publisher:
     content: bytes = b""
     stop_after: int | None = None  # bytes of the next answer, then the line breaks
     ranges: bool = True
+    shift: int = 0  # how far a range starts from where it was asked for
+    chunked: bool = False
     status: int = 200
+    version: dict[str, str] = field(default_factory=lambda: {"ETag": '"1"'})
     asked: list[str | None] = field(default_factory=list)
     address: str = ""
 
@@ -61,13 +65,28 @@ def publisher() -> Iterator[Publisher]:
             if state.status != 200:
                 self.send_error(state.status)
                 return
-            start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and state.ranges else 0
-            if start >= len(state.content):
-                self.send_error(416)
+            ranges = state.ranges and self.headers.get("If-Range") in (None, *state.version.values())
+            start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and ranges else 0
+            size = len(state.content)
+            if start >= size:
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{size}")
+                self.end_headers()
                 return
-            body = state.content[start:]
+            self.protocol_version = "HTTP/1.1"
             self.send_response(206 if start else 200)
-            self.send_header("Content-Length", str(len(body)))
+            if start:
+                start += state.shift
+                self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+            body = state.content[start:]
+            for name, value in state.version.items():
+                self.send_header(name, value)
+            if state.chunked:
+                self.send_header("Transfer-Encoding", "chunked")
+                body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+            else:
+                self.send_header("Content-Length", str(len(body)))
+            self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(body if state.stop_after is None else body[: state.stop_after])
 
@@ -86,7 +105,7 @@ def publisher() -> Iterator[Publisher]:
 @pytest.fixture
 def small(publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Entry:
     """A catalog whose ml-100k is a tiny one at the server."""
-    publisher.content = zipped({f"ml-100k/{name}": content for name, content in FILES.items()})
+    publisher.content = published(FILES)
     entry = replace(
         CATALOG["ml-100k"],
         sources=(Archive(publisher.address, {f"ml-100k/{name}": name for name in FILES}),),
@@ -103,6 +122,10 @@ def use(monkeypatch: pytest.MonkeyPatch, entry: Entry, tmp_path: Path) -> None:
     monkeypatch.delenv("RECLEAK_DATA", raising=False)
 
 
+def published(files: dict[str, str]) -> bytes:
+    return zipped({f"ml-100k/{name}": content for name, content in files.items()})
+
+
 def get(accept: bool = True) -> tuple[Path, str]:
     return fetch.get("ml-100k", accept=lambda _: accept, progress=lambda *_: None)
 
@@ -116,6 +139,7 @@ def test_fetched_unpacked_checked_and_then_found(publisher: Publisher) -> None:
     assert len(catalog.load("ml-100k")) == 6
     assert get() == (folder, "already here")
     assert len(publisher.asked) == 1
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 @pytest.mark.usefixtures("small")
@@ -140,21 +164,155 @@ def test_a_server_without_ranges_starts_again(publisher: Publisher) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_complete_part_is_not_fetched_again(publisher: Publisher, tmp_path: Path) -> None:
-    part = tmp_path / "cache" / "ml-100k" / "small.zip.part"
-    part.parent.mkdir(parents=True)
-    part.write_bytes(publisher.content)
+    part = left_over(tmp_path, publisher.content)
     get()
     assert publisher.asked == [f"bytes={len(publisher.content)}-"]
+    assert not part.exists()
+
+
+def left_over(tmp_path: Path, content: bytes) -> Path:
+    part = tmp_path / "cache" / "ml-100k.part" / "small.zip.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(content)
+    return part
 
 
 @pytest.mark.usefixtures("small")
-def test_a_changed_file_is_refused_and_deleted(publisher: Publisher, tmp_path: Path) -> None:
-    tampered = {**FILES, "u.data": RATINGS.replace("880000001", "880000002")}
-    publisher.content = zipped({f"ml-100k/{name}": content for name, content in tampered.items()})
-    with pytest.raises(FetchError, match=r"u\.data: sha256 is .* expected .*; deleted"):
+def test_a_part_larger_than_the_file_starts_again(publisher: Publisher, tmp_path: Path) -> None:
+    left_over(tmp_path, publisher.content + b"more")
+    get()
+    assert publisher.asked == [f"bytes={len(publisher.content) + 4}-", None]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_range_that_was_not_asked_for_starts_again(publisher: Publisher, tmp_path: Path) -> None:
+    left_over(tmp_path, publisher.content[:100])
+    publisher.shift = -10
+    get()
+    assert publisher.asked == ["bytes=100-", None]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("old", [{"ETag": '"1"'}, {"ETag": 'W/"1"', "Last-Modified": "Thu, 01 Jan 1998 00:00:00 GMT"}])
+def test_a_file_that_changed_at_the_publishers_starts_again(publisher: Publisher, old: dict[str, str]) -> None:
+    right, publisher.content = publisher.content, b"x" * len(publisher.content)
+    publisher.stop_after, publisher.version = 100, old
+    with pytest.raises(FetchError, match="The same command continues"):
         get()
-    assert not list((tmp_path / "cache" / "ml-100k").iterdir())
+    publisher.content, publisher.stop_after, publisher.version = right, None, {"ETag": '"2"'}
+    get()
+    assert publisher.asked == [None, "bytes=100-"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_weak_etag_does_not_stop_a_download_from_continuing(publisher: Publisher) -> None:
+    publisher.stop_after, publisher.version = 100, {"ETag": 'W/"1"', "Last-Modified": "Thu, 01 Jan 1998 00:00:00 GMT"}
+    with pytest.raises(FetchError):
+        get()
+    publisher.stop_after = None
+    del publisher.version["ETag"]
+    get()
+    assert publisher.asked == [None, "bytes=100-"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_chunked_reply_that_breaks_off_continues(publisher: Publisher) -> None:
+    publisher.stop_after, publisher.chunked = 100, True
+    with pytest.raises(FetchError, match=r"the reply broke off\. \d+ bytes are kept; the same command continues"):
+        get()
+    publisher.stop_after = None
+    get()
+    head = len(f"{len(publisher.content):x}\r\n")
+    assert publisher.asked == [None, f"bytes={100 - head}-"]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_file_is_refused_and_deleted(publisher: Publisher, tmp_path: Path, name: str) -> None:
+    publisher.content = published({**FILES, name: FILES[name].replace("1", "2", 1)})
+    with pytest.raises(FetchError, match=rf"{name}: sha256 is .* expected .*; deleted"):
+        get()
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix not in (".part", ".tag")]
     assert catalog.locate("ml-100k") is None
+    publisher.content = published(FILES)
+    assert "as published" in get()[1]
+
+
+@pytest.mark.usefixtures("small")
+def test_an_interrupted_fetch_leaves_nothing_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        real = fetch._digest
+
+        def interrupted(path: Path, kind: str) -> str:
+            if path.name.startswith("u.user"):
+                raise KeyboardInterrupt
+            return real(path, kind)
+
+        patch.setattr(fetch, "_digest", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            get()
+    assert catalog.locate("ml-100k") is None
+    assert "as published" in get()[1]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("there", [(), ("u.data",)])
+def test_an_incomplete_folder_is_no_obstacle(there: tuple[str, ...], tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "ml-100k"
+    folder.mkdir(parents=True)
+    for name in there:
+        (folder / name).write_text("mine")
+    found, how = get()
+    assert found == folder
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+    aside = [path.read_text() for path in folder.parent.glob("ml-100k.old-*/ml-100k/*")]
+    assert aside == ["mine" for _ in there]
+    assert ("what was there before is now in" in how) == bool(there)
+
+
+def test_a_member_that_is_not_of_its_declared_size_is_refused(
+    small: Entry, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, replace(small, checksums={}), tmp_path)
+    directory = publisher.content.index(b"PK\x01\x02")
+    size = slice(directory + 24, directory + 28)  # of the first member
+    lying = bytearray(publisher.content)
+    lying[size] = (len(RATINGS) + 1).to_bytes(4, "little")
+    publisher.content = bytes(lying)
+    with pytest.raises(FetchError, match=rf"small\.zip: .*u\.data does not have the declared {len(RATINGS) + 1} bytes"):
+        get()
+    lying[size] = b"\xff" * 4
+    monkeypatch.setattr(fetch, "_LARGEST_MEMBER", 1 << 30)
+    publisher.content = bytes(lying)
+    with pytest.raises(FetchError, match=r"small\.zip: .*u\.data is larger than"):
+        get()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_file_that_is_cut_off_is_not_as_published(tmp_path: Path) -> None:
+    whole = gzip.compress(RATINGS.encode())
+    path = tmp_path / "u.data.gz"
+    path.write_bytes(whole)
+    assert fetch.check_files("ml-100k", tmp_path) == {"u.data": True}
+    for broken in (whole[:-10], whole[:30] + bytes(10) + whole[40:], b"no gzip"):
+        path.write_bytes(broken)
+        assert fetch.check_files("ml-100k", tmp_path) == {"u.data": False}
+
+
+@pytest.mark.parametrize("checksums", [{"reviews.json": "sha256:" + "0" * 64}, {}])
+def test_a_plain_file_gets_its_name_once_it_is_checked(
+    checksums: dict[str, str], publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.content = gzip.compress(b'{"reviewerID": "a", "asin": "b", "overall": 5, "unixReviewTime": 1}\n' * 9)[:-9]
+    source = Archive(publisher.address.replace("small.zip", "reviews.json.gz"))
+    entry = replace(CATALOG["amazon-cell-phones"], sources=(source,), checksums=checksums)
+    monkeypatch.setattr(catalog, "CATALOG", {"amazon-cell-phones": entry})
+    monkeypatch.setenv("RECLEAK_CACHE", str(tmp_path))
+    monkeypatch.delenv("RECLEAK_DATA", raising=False)
+    with pytest.raises(FetchError, match="not a whole gzip file" if checksums else "cannot be read and was deleted"):
+        fetch.get("amazon-cell-phones", accept=lambda _: True, progress=lambda *_: None)
+    assert catalog.locate("amazon-cell-phones") is None
+    assert not list(tmp_path.rglob("*.gz"))
 
 
 @pytest.mark.usefixtures("small")
@@ -185,6 +343,9 @@ def test_wrong_counts_are_told(small: Entry, tmp_path: Path, monkeypatch: pytest
     use(monkeypatch, replace(small, counts=Counts(943, 1682, 100_000)), tmp_path)
     with pytest.raises(FetchError, match="the published data"):
         get()
+    assert catalog.locate("ml-100k") is None
+    use(monkeypatch, small, tmp_path)
+    assert "as published" in get()[1]
 
 
 def test_a_git_blob_id_is_checked(small: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +387,7 @@ def test_the_wheel_is_the_second_source(small: Entry, tmp_path: Path, monkeypatc
 
 
 def test_no_source_says_where_to_get_it() -> None:
-    with pytest.raises(FetchError, match="tianchi"):
+    with pytest.raises(FetchError, match=r"tianchi.* put raw_sample\.csv, user_profile\.csv, ad_feature\.csv into"):
         fetch.get("taobao", accept=lambda _: True, progress=lambda *_: None)
 
 

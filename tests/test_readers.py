@@ -241,7 +241,10 @@ def test_ml_1m_values(tmp_path: Path) -> None:
     )
     data = movielens.read_ml_1m(tmp_path)
     assert data.rows.rows() == [(0, 1, 5.0, 978300760), (1, 0, 3.0, None)]
-    assert data.users.rows() == [(1, "F", 1.0, "K-12 student", "48067"), (2, "M", 56.0, "other", "02139")]
+    assert data.users.rows() == [
+        (1, "F", "under 18", "K-12 student", "48067"),
+        (2, "M", "56 and over", "other", "02139"),
+    ]
     assert data.items.rows() == [
         (661, "James & the Peach (1996)", ["Animation", "Children's"]),
         (1193, "Cuckooé (1975)", ["Drama"]),

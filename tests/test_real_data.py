@@ -99,7 +99,15 @@ def test_ml_100k(load: Callable[[str], Interactions]) -> None:
 def test_ml_1m(load: Callable[[str], Interactions]) -> None:
     data = load("ml-1m")
     assert counts(data.users["gender"]) == {"M": 4_331, "F": 1_709}
-    ages = {1: 222, 18: 1_103, 25: 2_096, 35: 1_193, 45: 550, 50: 496, 56: 380}
+    ages = {
+        "under 18": 222,
+        "18 to 24": 1_103,
+        "25 to 34": 2_096,
+        "35 to 44": 1_193,
+        "45 to 49": 550,
+        "50 to 55": 496,
+        "56 and over": 380,
+    }
     assert counts(data.users["age"]) == ages
     assert data.users["occupation"].n_unique() == 21
     assert counts(data.rows["rating"]) == {1: 56_174, 2: 107_557, 3: 261_197, 4: 348_971, 5: 226_310}

@@ -13,7 +13,7 @@ from recleak.data import sampling
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import Complement, evaluation_candidates, training_negatives
 from recleak.data.split import Split, leave_one_out
-from recleak.errors import DataError
+from recleak.errors import DataError, NotFoundError
 
 pairs_of_users = st.sets(st.tuples(st.integers(0, 5), st.integers(0, 11)), min_size=3, max_size=50)
 
@@ -128,6 +128,21 @@ def test_candidates_are_uniform_over_sets(n: int) -> None:
     assert abs(together - expected) < 5 * np.sqrt(expected * (1 - expected) / 20_000)
     first = np.bincount(drawn[:, 0], minlength=13)[5:]
     assert stats.chisquare(first).pvalue > 1e-4
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    split = split_of({(0, 1), (0, 2), (0, 3)})
+    with pytest.raises(NotFoundError, match="Known: all, train"):
+        training_negatives(split, exclude="everything")  # type: ignore[arg-type]
+    with pytest.raises(NotFoundError, match="Known: all, train"):
+        evaluation_candidates(split, exclude="everything")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="round is -1"):
+        training_negatives(split, round=-1)
+
+
+def test_many_negatives_per_positive() -> None:
+    split = split_of({(0, 1), (0, 2), (0, 3)})
+    assert training_negatives(split, 70_000).shape == (1, 70_000)
 
 
 def test_a_user_with_every_item_is_a_clear_error() -> None:

@@ -38,9 +38,33 @@ def test_round_trip(data: Interactions, folder: Path) -> None:
     assert manifest["users"] == 60
 
 
-def test_an_existing_set_is_not_overwritten(data: Interactions, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["dataset.json", "rows.parquet", "users.parquet", "items.parquet"])
+def test_nothing_is_overwritten(data: Interactions, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
     with pytest.raises(DataError, match="already"):
-        store.save(data, folder, name="again")
+        store.save(data, tmp_path, name="again")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_folder_may_have_any_name(data: Interactions, tmp_path: Path) -> None:
+    store.save(data, tmp_path / "odd [x] * é", name="né")
+    assert store.load(tmp_path / "odd [x] * é").fingerprint == data.fingerprint
+
+
+@pytest.mark.parametrize("change", [{"users": 999}, {"rows": 1}, {"attributes": {"age": "categorical"}}])
+def test_a_manifest_that_says_something_else_is_refused(folder: Path, change: dict[str, object]) -> None:
+    path = folder / "dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DataError, match="does not describe the tables"):
+        store.load(folder)
+
+
+def test_ids_are_unique(folder: Path) -> None:
+    path = folder / "users.parquet"
+    pl.read_parquet(path).with_columns(id=pl.lit(1, pl.Int64)).write_parquet(path)
+    with pytest.raises(DataError, match="do not fit together"):
+        store.load(folder)
 
 
 @pytest.mark.parametrize("table", ["rows", "users", "items"])

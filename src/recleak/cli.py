@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import cyclopts
 from cyclopts import Parameter
 from rich.table import Table
+from rich.text import Text
 
 from recleak import __version__
 from recleak.cli_data import data_app
@@ -20,6 +22,7 @@ from recleak.terminal import err, out, say
 
 if TYPE_CHECKING:  # what is slow to import waits until a command needs it
     from recleak.metrics.intervals import Estimate
+    from recleak.utility import Utility
 
 app = cyclopts.App(
     name="recleak",
@@ -28,6 +31,7 @@ app = cyclopts.App(
     help_format="markdown",
 )
 app.command(data_app)
+_TABLE_WIDTH = 78  # characters that the table of metrics needs
 
 
 @app.command
@@ -78,30 +82,46 @@ def audit(
         "candidates": comparison.candidates,
         "users": comparison.users,
         "users_with_fewer_candidates": comparison.short_users,
+        "notes": [str(note) for note in interactions.notes],
         "models": [dataclasses.asdict(row) for row in comparison.rows],
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / "utility.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if json_only:
         print(json.dumps(result, indent=2))  # noqa: T201
         return
-    metrics = ("Hit@10", "Hit@20", "NDCG@10", "MRR")  # with one held-out item Recall is Hit
-    table = Table(title=f"{data}: {interactions.n_users:,} users, {len(interactions):,} rows", show_lines=True)
-    for heading in ("model", *metrics, "seconds"):
-        table.add_column(heading, no_wrap=True)
-    for row in comparison.rows:
-        table.add_row(row.model, *[_cell(row.metrics[name]) for name in metrics], f"{row.seconds:.2f}")
-    out.print(table)
+    _show(comparison.rows, Text(f"{data}: {interactions.n_users:,} users, {len(interactions):,} rows"))
     graded = f"{comparison.users:,} users graded"
     say(f"{split.recipe}; {comparison.candidates}; {graded}; 95 % intervals over users")
     for what, count in split.decisions.items():
         say(f"  {count:,} {what}")
+    if comparison.short_users:
+        say(f"  {comparison.short_users:,} users have fewer candidates than asked for")
+    for note in interactions.notes:
+        say(f"note: {note}", to=err, style="yellow")
     say(f"Result: {path}")
 
 
+def _show(rows: list[Utility], title: Text) -> None:
+    """A table; in a narrow terminal a line for each figure."""
+    metrics = ("Hit@10", "Hit@20", "NDCG@10", "MRR")  # with one held-out item Recall is Hit
+    if out.width < _TABLE_WIDTH:
+        out.print(title)
+        for row in rows:
+            for name in metrics:
+                say(f"{row.model} {name} {row.metrics[name]}")
+        return
+    table = Table(title=title, show_lines=True)
+    for heading in ("model", *metrics, "seconds"):
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        table.add_row(row.model, *[_cell(row.metrics[name]) for name in metrics], f"{row.seconds:.2f}")
+    out.print(table)
+
+
 def _cell(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f}\n{estimate.low:.3f}–{estimate.high:.3f}"
+    return f"{estimate.value:.3f}\n{estimate.low:.3f}-{estimate.high:.3f}"
 
 
 @app.command
@@ -123,9 +143,9 @@ def doctor(*, json_only: Annotated[bool, Parameter(name="--json", negative="")] 
         "machine", f"{facts['cores']} cores, {facts['memory_gib']} GiB; torch uses {facts['torch_threads']} threads"
     )
     table.add_row("browser", facts["browser"] or "none (only the tests of pages need one)")
-    table.add_row("data in", ", ".join(facts["search_path"]))
+    table.add_row("data in", Text(", ".join(facts["search_path"])))
     for name, folder in facts["data"].items():
-        table.add_row(f"  {name}", folder or "not found")
+        table.add_row(f"  {name}", Text(folder or "not found"))
     out.print(table)
     missing = problems(facts)
     for each in missing:
@@ -135,10 +155,16 @@ def doctor(*, json_only: Annotated[bool, Parameter(name="--json", negative="")] 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; an error that the user can act on is printed without a traceback and exits with 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows ? for it
+            stream.reconfigure(errors="replace")
     try:
         app(arguments)
     except RecleakError as error:
         say(f"error: {error}", to=err, style="red")
+        sys.exit(2)
+    except OSError as error:
+        say(f"error: {error.filename or 'a file'}: {error.strerror or error}", to=err, style="red")
         sys.exit(2)
     except KeyboardInterrupt:
         err.print("interrupted")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +22,7 @@ from recleak.terminal import err, out, say
 
 if TYPE_CHECKING:  # what is slow to import waits until a command needs it
     from recleak.data.interactions import Interactions
+    from recleak.data.predictability import Predictability
 
 data_app = cyclopts.App(name="data", help="Find, fetch, describe, convert and make data sets.")
 
@@ -38,7 +39,7 @@ class TableOptions:
     rating: str | None = None
     "The column of ratings."
     time: str | None = None
-    "The column of times (Unix seconds or milliseconds, or ISO 8601)."
+    "The column of times (Unix seconds or milliseconds, ISO 8601, or dates such as 20240131)."
     separator: str | None = None
     "What separates fields; sniffed if not given."
     users: Path | None = None
@@ -51,6 +52,8 @@ class TableOptions:
     "A table of item facts: title, categories (separated by |), latitude, longitude."
     item_id: str | None = None
     "Its column of items."
+    fact: tuple[str, ...] = ()
+    "Which of its columns is which fact, such as `title=Name`; may be repeated. Default: well-known names."
 
     def column_map(self) -> ColumnMap:
         """The options as the reader takes them."""
@@ -60,6 +63,12 @@ class TableOptions:
             if kind not in ("", "categorical", "continuous"):
                 raise RecleakError(f"--attribute {each}: the kind is {kind!r}, expected categorical or continuous.")
             kinds[name] = "categorical" if kind == "categorical" else "continuous" if kind == "continuous" else None
+        facts: dict[str, Source] = {}
+        for each in self.fact:
+            name, _, column = each.partition("=")
+            if not column:
+                raise RecleakError(f"--fact {each}: expected FACT=COLUMN, such as title=Name.")
+            facts[name] = int(column) if column.isdecimal() else column
         return ColumnMap(
             user=_source(self.user),
             item=_source(self.item),
@@ -69,6 +78,7 @@ class TableOptions:
             user_id=_source(self.user_id),
             attributes=kinds,
             item_id=_source(self.item_id),
+            facts=facts,
         )
 
 
@@ -137,9 +147,12 @@ def get(name: str, *, accept_terms: Annotated[bool, Parameter(negative="")] = Fa
             if not sys.stdin.isatty():
                 raise RecleakError("Nobody is here to accept the terms: repeat the command with --accept-terms.")
             bar.stop()
-            accepted = input("Accept and fetch it? [y/N] ").strip().lower() in ("y", "yes")
-            bar.start()
-            return accepted
+            try:
+                return input("Accept and fetch it? [y/N] ").strip().lower() in ("y", "yes")
+            except EOFError:
+                return False
+            finally:
+                bar.start()
 
         folder, how = fetch.get(name, accept=accept, progress=progress)
     say(f"{CATALOG[name].title}: {folder} ({how})")
@@ -168,44 +181,53 @@ def describe(
     plot
         Also draw it: a file that ends in .png, .svg or .html.
     predict
-        Also measure how well each attribute can be told from the raw interactions: the ceiling of any attack.
+        Also measure how well a plain reader tells each attribute from the raw interactions: what attacks compare with.
     """
     from recleak.data import chart
     from recleak.data.describe import describe as facts_of
     from recleak.data.describe import show
     from recleak.data.source import open_data
 
+    if plot is not None:
+        chart.check_ending(plot)
     interactions = open_data(what, preset, columns=columns.column_map(), users=columns.users, items=columns.items)
     entry = CATALOG.get(what)
     title = f"{entry.title if entry else what}{f', preset {preset}' if preset else ''}"
     chosen = entry.presets[preset] if entry and preset else None
-    ceilings = _ceilings(interactions) if predict else {}
+    told = _told(interactions) if predict else {}
     if json_only:
-        print(json.dumps({**facts_of(interactions), **({"ceilings": ceilings} if predict else {})}, indent=2))  # noqa: T201
+        facts = {"name": what, "preset": preset, **facts_of(interactions)}
+        if chosen is not None:
+            facts["paper"] = {"source": chosen.paper, **asdict(chosen.published), "remark": chosen.remark}
+        if predict:
+            facts["told_from_interactions"] = {n: asdict(f) for n, f in told.items() if not isinstance(f, str)}
+        print(json.dumps(facts, indent=2))  # noqa: T201
     else:
         show(interactions, title if chosen is None else f"{title}: {chosen.paper}", out, chosen)
-        for line in ceilings.values():
-            say(f"from raw interactions, {line}")
+        for name, found in told.items():
+            say(f"told from raw interactions: {found if not isinstance(found, str) else f'{name}: {found}'}")
+            for note in () if isinstance(found, str) else found.notes:
+                say(f"  note: {note}", style="yellow")
     if plot is not None:
         chart.save_chart(interactions, title, plot)
         say(f"Drawn: {plot}", to=err)
 
 
-def _ceilings(interactions: Interactions) -> dict[str, str]:
-    """How well each attribute can be told from the interactions; ages in three groups, other numbers in halves."""
+def _told(interactions: Interactions) -> dict[str, Predictability | str]:
+    """How well a plain reader tells each attribute; ages in three groups, other numbers in halves. Or why it cannot."""
     from recleak.data.predictability import attribute_auc
     from recleak.data.prepare import age_groups, grouped
 
-    found = {}
+    found: dict[str, Predictability | str] = {}
     for name, kind in interactions.attributes.items():
         try:
             if kind == "continuous":
                 median = interactions.users[name].median()
                 edge = (float(median),) if isinstance(median, float) else ()
                 interactions = age_groups(interactions) if name == "age" else grouped(interactions, name, edge)
-            found[name] = str(attribute_auc(interactions, name))
+            found[name] = attribute_auc(interactions, name)
         except RecleakError as error:
-            found[name] = f"{name}: {str(error).splitlines()[0]}"
+            found[name] = str(error).splitlines()[0]
     return found
 
 

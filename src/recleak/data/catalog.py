@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import platformdirs
+import polars as pl
 
 from recleak.data import checkins, movielens, prepare, recbole, retail
 from recleak.data.interactions import Interactions
@@ -66,7 +67,7 @@ class Entry:
 
     title: str
     folders: tuple[str, ...]  # its names below RECLEAK_DATA or the cache; the first is where `get` puts it
-    marks: tuple[str, ...]  # any of these patterns in the folder tells that the data is there
+    layouts: tuple[tuple[str, ...], ...]  # the data is there if all of one layout is; a plain name may end in .gz too
     read: Read
     terms: str
     home: str
@@ -75,27 +76,39 @@ class Entry:
     checksums: Mapping[str, str] = field(default_factory=dict)  # file -> sha256:... or git:... (a blob id or its start)
     counts: Counts = Counts(None, None, None)  # of `read` on the published files
 
+    @property
+    def needs(self) -> str:
+        """The files that must be there, for a message."""
+        return ", ".join(self.layouts[0])
+
+    def holds(self, folder: Path) -> bool:
+        """Whether all files of one layout are in a folder, whatever its name."""
+        return any(all(_has(folder, pattern) for pattern in layout) for layout in self.layouts)
+
+
+def _has(folder: Path, pattern: str) -> bool:
+    return any(path.is_file() for path in folder.glob(pattern)) or (folder / f"{pattern}.gz").is_file()
+
 
 def _read_ml_100k(folder: Path) -> Interactions:
     """The published files, or the same ratings and users as RecBole ships them."""
     if not list(folder.glob("*.inter")):
         return movielens.read_ml_100k(folder)
     data = recbole.read_recbole(folder)
-    years = data.users["age"].cast(float)
-    zips = data.users["zip_code"]
-    kept = Interactions(data.rows, data.users.drop("zip_code"), data.items, data.notes)
-    kept = kept.with_attributes(age=years, zip=zips)
-    return Interactions(
-        kept.rows, kept.users.select("id", "age", "gender", "occupation", "zip"), kept.items, kept.notes
-    )
+    age = pl.col("age").cast(pl.Float64)
+    return replace(data, users=data.users.select("id", age, "gender", "occupation", pl.col("zip_code").alias("zip")))
 
 
-def _implicit_with_age_groups(read: Read, middle: tuple[int, int] = (35, 45)) -> Read:
-    return lambda folder: prepare.age_groups(prepare.binarize(read(folder)), middle=middle)
+def _ml_100k_grouped(folder: Path) -> Interactions:
+    return prepare.age_groups(_read_ml_100k(folder))
 
 
-def _rated_with_age_groups(read: Read, middle: tuple[int, int] = (35, 45)) -> Read:
-    return lambda folder: prepare.age_groups(read(folder), middle=middle)
+def _ml_1m_grouped(folder: Path) -> Interactions:
+    """The seven bands in the papers' three groups; 45 to 49 counts as over 45."""
+    data = movielens.read_ml_1m(folder)
+    young, middle, old = "under 35", "35 to 45", "over 45"
+    groups = dict(zip(movielens.AGE_BANDS_1M.values(), (young, young, young, middle, old, old, old), strict=True))
+    return data.with_attributes(age=data.users["age"].replace_strict(groups, default=None))
 
 
 def _steam_imia(folder: Path) -> Interactions:
@@ -120,13 +133,12 @@ _ML_100K = Counts(943, 1_682, 100_000)
 _TEN_THOUSAND = (
     "The paper prints 10,000 ratings; 943 users and 1,682 movies are those of the whole set of 100,000, which is used."
 )
-_MIDDLE_BAND_ML_1M = (35, 44)  # the band "45" of MovieLens-1M is 45 to 49, hence over 45
 
 CATALOG: Mapping[str, Entry] = {
     "ml-100k": Entry(
         title="MovieLens-100K",
         folders=("ml-100k",),
-        marks=("u.data", "u.data.gz", "*.inter"),
+        layouts=(("u.data", "u.user", "u.item"), ("*.inter", "*.user")),
         read=_read_ml_100k,
         terms=_GROUPLENS,
         home="https://grouplens.org/datasets/movielens/100k/",
@@ -134,17 +146,17 @@ CATALOG: Mapping[str, Entry] = {
             "imia": Preset("Yuan et al. 2023 (IMIA), Table 2", lambda f: prepare.binarize(_read_ml_100k(f)), _ML_100K),
             "apm": Preset(
                 "Zhang et al. (APM), section 5.1",
-                _rated_with_age_groups(_read_ml_100k),
+                _ml_100k_grouped,
                 Counts(943, 1_682, 10_000),
                 _TEN_THOUSAND + " The three age groups are garbled in its Table 1; GERAI's are used.",
             ),
             "gerai": Preset(
                 "Zhang et al. 2021 (GERAI), section 5.1",
-                _rated_with_age_groups(_read_ml_100k),
+                _ml_100k_grouped,
                 Counts(943, 1_682, 10_000),
                 _TEN_THOUSAND,
             ),
-            "pard": Preset("Zhao et al. (PARD), Table II", _implicit_with_age_groups(_read_ml_100k), _ML_100K),
+            "pard": Preset("Zhao et al. (PARD), Table II", lambda f: prepare.binarize(_ml_100k_grouped(f)), _ML_100K),
             "cda": Preset(
                 "Belal et al. 2023 (CDA), Table 2",
                 lambda f: prepare.binarize(_read_ml_100k(f)),
@@ -178,21 +190,21 @@ CATALOG: Mapping[str, Entry] = {
     "ml-1m": Entry(
         title="MovieLens-1M",
         folders=("ml-1m",),
-        marks=("ratings.dat", "ratings.dat.gz"),
+        layouts=(("ratings.dat", "users.dat", "movies.dat"),),
         read=movielens.read_ml_1m,
         terms=_GROUPLENS,
         home="https://grouplens.org/datasets/movielens/1m/",
         presets={
             "apm": Preset(
                 "Zhang et al. (APM), section 5.1",
-                _rated_with_age_groups(movielens.read_ml_1m, _MIDDLE_BAND_ML_1M),
+                _ml_1m_grouped,
                 Counts(6_039, 3_705, 1_000_000),
                 "The paper's 6,039 users and 3,705 movies are each one less than the file has, as if the largest index "
                 "counted from 0 had been taken for the number; no filter gives them.",
             ),
             "pard": Preset(
                 "Zhao et al. (PARD), Table II",
-                _implicit_with_age_groups(movielens.read_ml_1m, _MIDDLE_BAND_ML_1M),
+                lambda f: prepare.binarize(_ml_1m_grouped(f)),
                 Counts(6_040, 3_706, 1_000_209),
             ),
         },
@@ -212,7 +224,7 @@ CATALOG: Mapping[str, Entry] = {
     "steam-200k": Entry(
         title="Steam-200K",
         folders=("steam-200k",),
-        marks=("steam-200k.csv", "steam-200k.csv.gz"),
+        layouts=(("steam-200k.csv",),),
         read=retail.read_steam,
         terms="Published by Tamber on Kaggle; the licence is stated on its page only, so do not redistribute.",
         home="https://www.kaggle.com/datasets/tamber/steam-video-games",
@@ -231,7 +243,7 @@ CATALOG: Mapping[str, Entry] = {
     "amazon-cell-phones": Entry(
         title="Amazon Cell Phones and Accessories, 5-core (2014)",
         folders=("amazon-cell-phones", "amazon_cell_phones"),
-        marks=("*.json", "*.json.gz", "*.csv", "*.csv.gz"),
+        layouts=(("*.json",), ("*.json.gz",), ("*.csv",), ("*.csv.gz",)),
         read=retail.read_amazon,
         terms="No licence stated; for research; cite McAuley et al. (SIGIR 2015) and He and McAuley (WWW 2016).",
         home="https://jmcauley.ucsd.edu/data/amazon/",
@@ -255,7 +267,7 @@ CATALOG: Mapping[str, Entry] = {
     "foursquare-nyc": Entry(
         title="Foursquare check-ins, New York (TSMC2014)",
         folders=("foursquare-nyc", "foursquare_nyc"),
-        marks=("dataset_TSMC2014_NYC.txt", "dataset_TSMC2014_NYC.txt.gz", "checkins_NYC*.tsv*"),
+        layouts=(("dataset_TSMC2014_NYC.txt",), ("checkins_NYC*.tsv",), ("checkins_NYC*.tsv.gz",)),
         read=checkins.read_foursquare,
         terms="No licence stated; for research; cite Yang et al. (IEEE TSMC: Systems 45(1), 2015).",
         home="https://sites.google.com/site/yangdingqi/home/foursquare-dataset",
@@ -280,7 +292,7 @@ CATALOG: Mapping[str, Entry] = {
     "gowalla-nyc": Entry(
         title="Gowalla check-ins (SNAP), New York",
         folders=("gowalla-nyc", "gowalla_nyc"),
-        marks=("loc-gowalla_totalCheckins*.txt*",),
+        layouts=(("loc-gowalla_totalCheckins*.txt",), ("loc-gowalla_totalCheckins*.txt.gz",)),
         read=checkins.read_gowalla,
         terms="No licence stated; for research; cite Cho, Myers and Leskovec (KDD 2011).",
         home="https://snap.stanford.edu/data/loc-Gowalla.html",
@@ -299,7 +311,7 @@ CATALOG: Mapping[str, Entry] = {
     "taobao": Entry(
         title="Taobao display advertising (Alibaba)",
         folders=("taobao",),
-        marks=("raw_sample.csv", "raw_sample.csv.gz"),
+        layouts=(("raw_sample.csv", "user_profile.csv", "ad_feature.csv"),),
         read=retail.read_taobao,
         terms="Alibaba Tianchi: an account is needed; for research, under the licence shown there.",
         home="https://tianchi.aliyun.com/dataset/56",
@@ -336,11 +348,11 @@ def search_path() -> list[Path]:
 
 
 def locate(name: str) -> Path | None:
-    """The folder of a data set, if it is here."""
+    """The folder of a data set, if all of its files are here."""
     known = entry(name)
     for root in search_path():
         for folder in known.folders:
-            if any(next((root / folder).glob(mark), None) for mark in known.marks):
+            if known.holds(root / folder):
                 return root / folder
     return None
 
@@ -356,6 +368,6 @@ def load(name: str, preset: str | None = None) -> Interactions:
         how = f"`recleak data get {name}`" if known.sources else f"fetch it from {known.home}"
         raise NotFoundError(
             f"{known.title} is not here (looked in {looked}).\n"
-            f"  To have it, {how}, or set RECLEAK_DATA to a folder that holds {known.folders[0]}/{known.marks[0]}."
+            f"  To have it, {how}, or set RECLEAK_DATA to a folder that holds {known.folders[0]}/ with {known.needs}."
         )
     return known.read(folder) if preset is None else known.presets[preset].prepare(folder)

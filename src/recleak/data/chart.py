@@ -27,8 +27,7 @@ _PAGE = """<!doctype html>
 
 def save_chart(data: Interactions, title: str, path: Path) -> None:
     """Draw a data set; the ending tells the format. A page holds all it needs and works without a network."""
-    if path.suffix not in ENDINGS:
-        raise DataError(f"cannot draw a {path.suffix or 'file without ending'}", remedy=f"Use {', '.join(ENDINGS)}.")
+    ending = check_ending(path)
     panels = [_activity(data.activity), _popularity(data.popularity)]
     for name, kind in data.attributes.items():
         values = data.users[name]
@@ -38,10 +37,18 @@ def save_chart(data: Interactions, title: str, path: Path) -> None:
             panels.append(_balance(values))
     drawn = alt.concat(*panels, columns=2, title=title).configure_view(strokeWidth=0).configure_axis(grid=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".html":
+    if ending == ".html":
         path.write_text(_page(drawn, title), encoding="utf-8")
     else:
-        drawn.save(path, **({"scale_factor": 2} if path.suffix == ".png" else {}))
+        drawn.save(path, format=ending[1:], **({"scale_factor": 2} if ending == ".png" else {}))
+
+
+def check_ending(path: Path) -> str:
+    """The format that a file's ending names."""
+    kind = path.suffix.lower()
+    if kind not in ENDINGS:
+        raise DataError(f"cannot draw a {kind or 'file without ending'}", remedy=f"Use {', '.join(ENDINGS)}.")
+    return kind
 
 
 def _page(drawn: alt.ConcatChart, title: str) -> str:

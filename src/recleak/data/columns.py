@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,8 +11,21 @@ import polars as pl
 
 from recleak.data.interactions import ITEM_FACTS, Interactions, Note
 from recleak.data.lines import Tally
-from recleak.data.text import Field, Parse, head, read_header, read_text, real, sniff_separator, text, time
-from recleak.errors import DataError, unknown_name
+from recleak.data.text import (
+    Field,
+    Parse,
+    head,
+    other_separator,
+    plausible,
+    read_header,
+    read_text,
+    real,
+    sniff_separator,
+    spelled_dates,
+    text,
+    time,
+)
+from recleak.errors import DataError, RecleakError, unknown_name
 
 Source = str | int  # a header's name, or a position counted from 0 in a file without a header
 Kind = Literal["categorical", "continuous"]
@@ -23,12 +36,21 @@ GUESSES = {
     "rating": ("rating", "score", "stars", "overall"),
     "time": ("time", "timestamp", "ts", "unix_time", "unixreviewtime", "datetime", "date"),
 }
+FACT_GUESSES = {
+    "title": ("title", "name", "movie_title"),
+    "categories": ("categories", "category", "genres", "genre", "class"),
+    "latitude": ("latitude", "lat"),
+    "longitude": ("longitude", "lon", "lng", "long"),
+}
 _CATEGORY_SEPARATOR = "|"
 
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Which column is what. `attributes` and `facts` belong to the user and the item file."""
+    """Which column is what. `attributes` and `facts` belong to the user and the item file.
+
+    What is None or empty is guessed: the columns from well-known names, `attributes` are all.
+    """
 
     user: Source | None = None
     item: Source | None = None
@@ -52,15 +74,24 @@ def read_columns(
     Attributes default to all columns of the user file: a column of numbers is continuous, others are categorical, and
     so are numbers that begin with 0, such as zip codes.
     """
+    for kind, table, given in (
+        ("user", users, columns.user_id is not None or columns.attributes),
+        ("item", items, columns.item_id is not None or columns.facts),
+    ):
+        if given and table is None:
+            raise RecleakError(f"Columns of a table of {kind}s were named, but no such table: say --{kind}s FILE.")
     parsers: dict[str, Parse] = {"user": text, "item": text, "rating": real, "time": time}
     header = _header(path, columns)
-    sources = {name: _source(path, name, getattr(columns, name), header) for name in parsers}
+    sources = {name: _source(path, name, columns, header) for name in parsers}
     wanted = [
         Field(name, source, parsers[name], name in ("user", "item"))
         for name, source in sources.items()
         if source is not None
     ]
     events, notes = _read(path, wanted, columns.separator)
+    if "time" in events.columns:
+        remedy = "If 0 means unknown, leave the field empty instead."
+        notes.append(Note("times are 0, that is 1 January 1970", int((events["time"] == 0).sum()), remedy, path.name))
     user_table = item_table = None
     if users is not None:
         user_table, more = _read_attributes(users, columns)
@@ -84,22 +115,40 @@ def _names(path: Path, separator: str | None) -> list[str]:
     return read_header(path, _separator(path, separator))
 
 
-def _source(path: Path, name: str, given: Source | None, header: list[str] | None) -> Source | None:
-    """Where a column stands: as given, or guessed from well-known names."""
-    if given is not None:
-        return given
-    lowered = {column.lower(): column for column in header or ()}
-    for guess in GUESSES[name]:
-        if guess in lowered:
-            return lowered[guess]
-    if name in ("rating", "time"):
-        return None
-    raise DataError(
-        f"cannot tell which column is the {name}; there is {header or 'no header'}",
-        file=path,
-        line=1,
-        remedy=f"Say it: --{name} NAME, or --{name} NUMBER (counted from 0) if the file has no header.",
-    )
+def _source(path: Path, name: str, columns: ColumnMap, header: list[str] | None) -> Source | None:
+    """Where a column of the interactions stands: as given, or guessed from well-known names."""
+    given: Source | None = getattr(columns, name)
+    found = _guess(header or (), GUESSES[name]) if given is None else given
+    if found is None and name in ("user", "item"):
+        remedy = f"Say it: --{name} NAME, or --{name} NUMBER (counted from 0) if the file has no header."
+        raise _untold(path, name, columns, header, remedy)
+    return found
+
+
+def _key(path: Path, name: Literal["user", "item"], columns: ColumnMap, header: list[str]) -> Source:
+    """Where the ids of a user or item table stand: as given, named as in the interactions, or guessed."""
+    given: Source | None = getattr(columns, f"{name}_id")
+    same: Source | None = getattr(columns, name)
+    if given is None and isinstance(same, str) and same in header:
+        given = same
+    found = _guess(header, (*GUESSES[name], "id")) if given is None else given
+    if found is None:
+        raise _untold(path, name, columns, header, f"Say it: --{name}-id NAME.")
+    return found
+
+
+def _guess(header: Iterable[str], guesses: Iterable[str]) -> str | None:
+    """The first of some names that is there, in whatever case."""
+    lowered = {column.lower(): column for column in header}
+    return next((lowered[guess] for guess in guesses if guess in lowered), None)
+
+
+def _untold(path: Path, name: str, columns: ColumnMap, header: list[str] | None, remedy: str) -> DataError:
+    problem = f"cannot tell which column is the {name}; there is {header or 'no header'}"
+    if header and columns.separator is not None and path.suffix != ".parquet":
+        separator = _separator(path, columns.separator)
+        remedy = other_separator(separator.join(header), separator) + remedy
+    return DataError(problem, file=path, line=1, remedy=remedy)
 
 
 def _separator(path: Path, given: str | None) -> str:
@@ -187,7 +236,9 @@ def _values(given: pl.Series, each: Field) -> pl.Series:
     if each.parse is real and given.dtype.is_numeric():
         return real(given)
     if each.parse is time and given.dtype.is_temporal():
-        return given.cast(pl.Datetime("us")).dt.epoch("s")
+        return plausible(given.cast(pl.Datetime("us")).dt.epoch("s"))
+    if each.parse is time:
+        return spelled_dates(time(given.cast(pl.String)))
     if each.parse is not text:
         return each.parse(given.cast(pl.String))
     if each.required and given.dtype.is_float():  # ids that had to be floats because some were missing
@@ -198,10 +249,10 @@ def _values(given: pl.Series, each: Field) -> pl.Series:
 
 def _read_attributes(path: Path, columns: ColumnMap) -> tuple[pl.DataFrame, list[Note]]:
     names = _names(path, columns.separator)
-    key = _source(path, "user", columns.user_id, names)
+    key = _key(path, "user", columns, names)
     kinds = dict(columns.attributes) or dict.fromkeys((name for name in names if name != key), None)
     parsers: dict[str | None, Parse] = {"continuous": real}
-    fields = [Field("id", key if key is not None else 0, required=True)]
+    fields = [Field("id", key, required=True)]
     fields += [Field(name, name, parsers.get(kind, text)) for name, kind in kinds.items()]
     table, notes = _read(path, fields, columns.separator)
     for name, kind in kinds.items():
@@ -221,14 +272,19 @@ def _looks_continuous(values: pl.Series) -> bool:
 
 def _read_facts(path: Path, columns: ColumnMap) -> tuple[pl.DataFrame, list[Note]]:
     names = _names(path, columns.separator)
-    key = _source(path, "item", columns.item_id, names)
-    facts = dict(columns.facts) or {name: name for name in ITEM_FACTS if name in names}
-    fields = [Field("id", key if key is not None else 0, required=True)]
+    key = _key(path, "item", columns, names)
+    guessed = {name: _guess(names, guesses) for name, guesses in FACT_GUESSES.items()}
+    facts = columns.facts or {name: source for name, source in guessed.items() if source is not None}
+    fields = [Field("id", key, required=True)]
     for name, source in facts.items():
         if name not in ITEM_FACTS:
             raise unknown_name("item fact", name, ITEM_FACTS)
         fields.append(Field(name, source, real if ITEM_FACTS[name].is_float() else text))
     table, notes = _read(path, fields, columns.separator)
+    if isinstance(key, str):  # there is a header
+        unused = [name for name in names if name != key and name not in facts.values()]
+        remedy = f"To use one, say which fact it is: --fact FACT=NAME, with {', '.join(ITEM_FACTS)}."
+        notes.append(Note(f"columns are not used: {', '.join(unused)}", len(unused), remedy, path.name))
     if not isinstance(table.schema.get("categories", pl.List(pl.String)), pl.List):
         table = table.with_columns(pl.col("categories").cast(pl.String).str.split(_CATEGORY_SEPARATOR))
     return table, notes

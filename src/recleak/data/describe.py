@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -85,8 +85,16 @@ def _time(data: Interactions) -> dict[str, Any] | None:
     known = time.drop_nulls()
     if known.is_empty():
         return {"first": None, "last": None, "unknown": len(time)}
-    first, last = (datetime.fromtimestamp(int(known[at]), UTC) for at in (known.arg_min() or 0, known.arg_max() or 0))
-    return {"first": first.isoformat(), "last": last.isoformat(), "unknown": time.null_count()}
+    first, last = (_date(int(known[at])) for at in (known.arg_min() or 0, known.arg_max() or 0))
+    return {"first": first, "last": last, "unknown": time.null_count()}
+
+
+def _date(seconds: int) -> str:
+    """ISO 8601; just the number where there is no such year."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat()
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:,} s"
 
 
 def _attribute(values: pl.Series) -> dict[str, Any]:
@@ -141,7 +149,7 @@ def _counts_table(data: Interactions, facts: dict[str, Any], preset: Preset | No
         shares = "  ".join(f"{value}: {count / facts['rows']:.0%}" for value, count in facts["rating"].items())
         table.add_row("ratings", shares)
     if (time := facts["time"]) is not None:
-        span = f"{time['first'][:10]} to {time['last'][:10]}" if time["first"] else "unknown"
+        span = " to ".join(time[end].split("T")[0] for end in ("first", "last")) if time["first"] else "unknown"
         table.add_row("time (UTC)", span + (f", unknown for {time['unknown']:,} rows" if time["unknown"] else ""))
     known = ", ".join(f"{name} ({count:,})" for name, count in facts["item_facts"].items())
     table.add_row("known of items", known or "nothing")
@@ -155,13 +163,11 @@ def _panel(title: str, body: RenderableType) -> Group:
 def _bars(labels: list[str], counts: list[int]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right")
-    table.add_column()
-    table.add_column(justify="right")
+    table.add_column(max_width=_BAR)
+    table.add_column(justify="right", no_wrap=True)
     most, total = max(counts, default=1), max(1, sum(counts))
     for label, count in zip(labels, counts, strict=True):
-        eighths = round(count / max(1, most) * _BAR * 8)
-        bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-        table.add_row(escape(label), bar, f"{count:,} ({count / total:.1%})")
+        table.add_row(Text(label), Bar(most, 0, count), f"{count:,} ({count / total:.1%})")
     return table
 
 
@@ -178,11 +184,11 @@ def _attribute_panel(name: str, facts: dict[str, Any], n_users: int) -> Group:
     if facts["kind"] == "continuous":
         known = n_users - facts["missing"]
         spread = f"min {facts['min']:g}, median {facts['median']:g}, max {facts['max']:g}" if known else "no value"
-        return _panel(f"{escape(name)} (continuous{missing})", Text(spread))
+        return _panel(f"{name} (continuous{missing})", Text(spread))
     classes = list(facts["classes"].items())
     labels, counts = [str(value) for value, _ in classes[:_CLASSES]], [count for _, count in classes[:_CLASSES]]
     if len(classes) > _CLASSES:
         labels.append(f"{len(classes) - _CLASSES:,} more")
         counts.append(sum(count for _, count in classes[_CLASSES:]))
-    head = f"{escape(name)} ({len(classes):,} classes, majority {facts['majority']:.3f}{missing})"
+    head = f"{name} ({len(classes):,} classes, majority {facts['majority']:.3f}{missing})"
     return _panel(head, _bars(labels, counts))

@@ -23,6 +23,20 @@ _OCCUPATIONS_1M = (
     "unemployed", "writer",
 )
 # fmt: on
+AGE_BANDS_1M = {
+    "1": "under 18",
+    "18": "18 to 24",
+    "25": "25 to 34",
+    "35": "35 to 44",
+    "45": "45 to 49",
+    "50": "50 to 55",
+    "56": "56 and over",
+}
+
+
+def _age_band(values: pl.Series) -> pl.Series:
+    """An age code of MovieLens-1M."""
+    return values.replace_strict(AGE_BANDS_1M, default=None, return_dtype=pl.String)
 
 
 def _occupation(values: pl.Series) -> pl.Series:
@@ -55,7 +69,7 @@ def read_ml_100k(folder: Path) -> Interactions:
 
 
 def read_ml_1m(folder: Path) -> Interactions:
-    """`ratings.dat`, `users.dat` and `movies.dat` of MovieLens-1M; age is the lower end of its band (1 is under 18).
+    """`ratings.dat`, `users.dat` and `movies.dat` of MovieLens-1M; age is one of seven bands, hence categorical.
 
     A time of 0 is unknown: copies of the file exist in which most times are missing.
     """
@@ -67,7 +81,7 @@ def read_ml_1m(folder: Path) -> Interactions:
         events = events.with_columns(pl.col("time").replace(0, None))
         remedy = "These users have no order in time beyond the ratings that have one."
         notes.append(Note("ratings without a time (0)", unknown, remedy, "ratings.dat"))
-    profile = [Field("gender", 1), Field("age", 2, integer), Field("occupation", 3, _occupation), Field("zip", 4)]
+    profile = [Field("gender", 1), Field("age", 2, _age_band), Field("occupation", 3, _occupation), Field("zip", 4)]
     users, user_notes = read_text(
         find_file(folder, "users.dat"), [Field("id", 0, integer, True), *profile], separator="::", header=False, width=5
     )

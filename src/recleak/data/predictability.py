@@ -1,8 +1,8 @@
-"""How well an attribute can be told from the raw interactions: the ceiling of every attribute attack.
+"""How well a plain reader tells an attribute from the raw interactions: what every attribute attack compares with.
 
 Whoever attacks a model sees the interactions through it, so no attack should be judged without knowing what the
-interactions themselves give away. The reader here is plain on purpose: a logistic regression on the binary user by item
-matrix, graded on users it was not fitted on.
+interactions themselves give away. The reader is plain on purpose: a logistic regression on the binary user by item
+matrix, graded on users it was not fitted on. A better reader may tell more: this is a reference, not a bound.
 
 Axis letters: U users (with a known value), I items, K classes.
 """

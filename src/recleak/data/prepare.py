@@ -62,7 +62,7 @@ def grouped(
     return data.with_attributes(**{attribute: pl.select(group.alias(attribute)).to_series()})
 
 
-def age_groups(data: Interactions, *, middle: tuple[int, int] = (35, 45)) -> Interactions:
+def age_groups(data: Interactions, middle: tuple[int, int] = (35, 45)) -> Interactions:
     """Age in whole years in three groups, the middle one with both its ends, as GERAI and PARD have it."""
     low, high = middle
     return grouped(data, "age", (low, high + 1), (f"under {low}", f"{low} to {high}", f"over {high}"))

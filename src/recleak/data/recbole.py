@@ -11,6 +11,7 @@ from pathlib import Path
 
 import polars as pl
 
+from recleak.data.columns import FACT_GUESSES
 from recleak.data.interactions import Interactions, Note
 from recleak.data.text import Field, Parse, read_header, read_text, real, text, time
 from recleak.errors import DataError
@@ -18,12 +19,7 @@ from recleak.errors import DataError
 _TYPES = ("token", "token_seq", "float", "float_seq")
 _EVENT = {"user_id": "user", "item_id": "item", "rating": "rating", "timestamp": "time"}
 _USER = {"user_id": "id"}
-_ITEM = {
-    "item_id": "id",
-    **dict.fromkeys(("title", "movie_title", "name"), "title"),
-    **dict.fromkeys(("categories", "class", "genre", "genres", "category"), "categories"),
-    **{name: name for name in ("latitude", "longitude")},
-}
+_ITEM = {"item_id": "id", **{guess: fact for fact, guesses in FACT_GUESSES.items() for guess in guesses}}
 
 
 def read_recbole(path: Path) -> Interactions:
@@ -80,15 +76,15 @@ def _read(path: Path, names: Mapping[str, str], others: bool = False) -> tuple[p
 def _parser(name: str, kind: str) -> Parse:
     """How a column of ours is read; its type in the file matters for categories only."""
     if name == "categories":
-        return words if kind.endswith("_seq") else one_word
+        return _words if kind.endswith("_seq") else _one_word
     return {"rating": real, "time": time, "latitude": real, "longitude": real}.get(name, text)
 
 
-def words(values: pl.Series) -> pl.Series:
+def _words(values: pl.Series) -> pl.Series:
     """Words with blanks between them."""
     return values.str.extract_all(r"\S+")
 
 
-def one_word(values: pl.Series) -> pl.Series:
+def _one_word(values: pl.Series) -> pl.Series:
     """A text, as a list of one."""
     return values.str.split("\t")  # there is none: it separates the columns

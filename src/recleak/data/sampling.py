@@ -7,7 +7,7 @@ chunk. No rejection: the r-th item that a user does not have is found by bisecti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split
-from recleak.errors import DataError
+from recleak.errors import DataError, unknown_name
 
 Exclude = Literal["train", "all"]
 _CHUNK = 1 << 16  # draws held at a time; they stay in cache
@@ -62,6 +62,9 @@ def training_negatives(
     """
     if per_positive < 1:
         raise DataError(f"{per_positive} negatives per positive", remedy="Draw at least 1.")
+    if round is not None and round < 0:
+        raise DataError(f"round is {round}", remedy="Count rounds from 0, or give None to draw once for all.")
+    _check_exclude(exclude)
     free = Complement.of(split.train, split.valid, split.test) if exclude == "all" else Complement.of(split.train)
     user = split.train.user.astype(np.int64)  # i64[N]
     full = np.flatnonzero((free.size == 0) & (split.train.activity > 0))
@@ -72,8 +75,8 @@ def training_negatives(
         )
     when = 0 if round is None else round + 1
     drawn = np.empty((len(user), per_positive), np.int32)
-    for start in range(0, len(user), _CHUNK // per_positive):
-        rows = slice(start, start + _CHUNK // per_positive)
+    for start in range(0, len(user), step := max(1, _CHUNK // per_positive)):
+        rows = slice(start, start + step)
         who = user[rows, None]  # i64[B, 1]
         position = np.arange(start, start + len(who))[:, None] - split.train.indptr[who]
         rank = random.below(free.size[who], seed, "negatives", when, who, position, np.arange(per_positive))
@@ -105,6 +108,7 @@ def evaluation_candidates(
     """
     if n < 1:
         raise DataError(f"{n} candidates", remedy="Sample at least 1, or rank all items (full).")
+    _check_exclude(exclude)
     target = split.test if part == "test" else split.valid
     others = (split.train, split.valid, split.test) if exclude == "all" else (split.train, target)
     free = Complement.of(*others)
@@ -116,6 +120,11 @@ def evaluation_candidates(
         items[chunk] = np.where(rank < 0, -1, free.item(chunk[:, None], np.maximum(rank, 0)))
     recipe = f"{n} sampled, excluding {'all' if exclude == 'all' else 'train'} positives, seed {seed}"
     return Candidates(items, recipe, int((free.size[users] < n).sum()))
+
+
+def _check_exclude(exclude: str) -> None:
+    if exclude not in get_args(Exclude):
+        raise unknown_name("way to exclude", exclude, get_args(Exclude))
 
 
 def _distinct_ranks(size: NDArray[np.int64], n: int, users: NDArray[np.int64], seed: int) -> NDArray[np.int64]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 
-from recleak.data import catalog, movielens, recbole, store
+from recleak.data import catalog, recbole, store
 from recleak.data.columns import GUESSED, ColumnMap, read_columns
 from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
-from recleak.errors import NotFoundError, unknown_name
+from recleak.errors import NotFoundError, RecleakError, unknown_name
 
 SYNTHETIC = "synthetic"
+# The catalog's own patterns for it, any JSON or CSV, are too loose for any folder.
+_AMAZON = re.compile(r"(reviews_|(?!meta_).*Cell_Phones).*\.(json|csv)(\.gz)?")
 
 
 def open_data(
@@ -21,30 +25,51 @@ def open_data(
     users: Path | None = None,
     items: Path | None = None,
 ) -> Interactions:
-    """Interactions from a name or a path; a path's format is told by the files that are there."""
+    """Interactions from a name or a path; a path's format is told by the files that are there.
+
+    A column map, `users` and `items` go with a table file only.
+    """
+    path = Path(what)
+    named = what in catalog.CATALOG or what == SYNTHETIC
+    if not named and not path.exists():
+        if path.suffix or path.name != what:
+            raise NotFoundError(f"{what}: no such file or folder.\n  Check the path.")
+        raise unknown_name("data set", what, [*catalog.CATALOG, SYNTHETIC])
+    if preset is not None and what not in catalog.CATALOG:
+        raise unknown_name(f"preset of {what}", preset, ())
+    if not named and path.is_file() and path.suffix != ".inter":
+        return read_columns(path, columns, users=users, items=items)
+    given = [each.name for each in fields(columns) if getattr(columns, each.name) != getattr(GUESSED, each.name)]
+    given += [name for name, table in (("users", users), ("items", items)) if table is not None]
+    if given:
+        raise RecleakError(
+            f"{what} is not a table file, so these do not apply to it: {', '.join(given)}.\n"
+            "  Leave them out, or give one CSV, TSV or Parquet file."
+        )
     if what in catalog.CATALOG:
         return catalog.load(what, preset)
-    if preset is not None:
-        raise unknown_name(f"preset of {what}", preset, ())
     if what == SYNTHETIC:
         return Synthetic().generate()
-    path = Path(what)
-    if path.is_dir():
-        if (path / store.MANIFEST).exists():
-            return store.load(path)
-        if any(path.glob("*.inter")):
-            return recbole.read_recbole(path)
-        if any(path.glob("u.data*")):
-            return movielens.read_ml_100k(path)
-        if any(path.glob("ratings.dat*")):
-            return movielens.read_ml_1m(path)
-        raise NotFoundError(
-            f"{path}: no known data set in this folder.\n"
-            "  Known are dataset.json (converted), *.inter (RecBole), u.data or ratings.dat (MovieLens). "
-            "For a table, give the file itself."
-        )
-    if path.is_file():
-        if path.suffix == ".inter":
-            return recbole.read_recbole(path)
-        return read_columns(path, columns, users=users, items=items)
-    raise unknown_name("data set", what, [*catalog.CATALOG, SYNTHETIC])
+    return recbole.read_recbole(path) if path.is_file() else _open_folder(path)
+
+
+def _open_folder(folder: Path) -> Interactions:
+    if (folder / store.MANIFEST).exists():
+        return store.load(folder)
+    if any(folder.glob("*.inter")):
+        return recbole.read_recbole(folder)
+    for name, entry in catalog.CATALOG.items():
+        if _holds(name, entry, folder):
+            return entry.read(folder)
+    raise NotFoundError(
+        f"{folder}: no known data set in this folder.\n"
+        f"  Known are dataset.json (converted), *.inter (RecBole), and the files of {', '.join(catalog.CATALOG)} as "
+        "published. For a table, give the file itself."
+    )
+
+
+def _holds(name: str, entry: catalog.Entry, folder: Path) -> bool:
+    """Whether a folder with any name has the files of a data set."""
+    if name == "amazon-cell-phones" and not any(_AMAZON.fullmatch(each.name) for each in folder.iterdir()):
+        return False
+    return entry.holds(folder)

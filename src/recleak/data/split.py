@@ -9,7 +9,7 @@ function of (seed, user, item): the order of rows in a file does not matter.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import polars as pl
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from recleak import random
 from recleak.data.interactions import Interactions
-from recleak.errors import DataError
+from recleak.errors import DataError, unknown_name
 
 Order = Literal["time", "random"]
 
@@ -31,11 +31,6 @@ class Split:
     test: Interactions
     recipe: str
     decisions: dict[str, int] = field(default_factory=dict)  # what a draw had to decide, in users
-
-    @property
-    def heldout(self) -> NDArray[np.int64]:
-        """The users that have a test item, ascending."""
-        return np.flatnonzero(self.test.activity)
 
 
 def leave_one_out(data: Interactions, *, by: Order = "time", validation: bool = True, seed: int = 0) -> Split:
@@ -87,6 +82,8 @@ class _Pairs:
 
 
 def _ordered_pairs(data: Interactions, by: Order, seed: int) -> _Pairs:
+    if by not in get_args(Order):
+        raise unknown_name("order", by, get_args(Order))
     by_time = by == "time"
     if by_time and ("time" not in data.rows.columns or data.rows["time"].null_count() == len(data)):
         raise DataError("a split by time was asked for, but no time is known", remedy="Split by='random'.")
@@ -116,20 +113,27 @@ def _assemble(
     whole = (pairs.size > 0) & (test_from == pairs.size) & (valid_from == pairs.size)
     decisions = {"users kept whole in train (too few items)": int(whole.sum())}
     if pairs.by_time:
-        for name, cut in (("validation", valid_from), ("test", test_from)):
-            if name == "validation" and (valid_from == test_from).all():
-                continue
-            unknown, tied = _open_order(pairs, cut)
+        for name, first, end in (("validation", valid_from, test_from), ("test", test_from, pairs.size)):
+            unknown, tied = _drawn(pairs, first, end)
             decisions[f"users whose {name} item was drawn (time unknown)"] = unknown
             decisions[f"users whose {name} item was drawn (tie in time)"] = tied
+        known = np.bincount(user[pairs.table["time"].is_not_null().to_numpy()], minlength=data.n_users)
+        mixed = (known > 0) & (known < pairs.size) & ~whole
+        decisions["users with some unknown times, taken as earlier than the known ones"] = int(mixed.sum())
     train, valid, test = (data.take(label == number) for number in range(3))
     return Split(train, valid, test, recipe, {what: count for what, count in decisions.items() if count})
 
 
-def _open_order(pairs: _Pairs, cut: NDArray[np.int64]) -> tuple[int, int]:
-    """For how many users time does not tell which pair comes first after the cut: unknown times, ties."""
-    inside = (cut > 0) & (cut < pairs.size)
-    first = (pairs.start + cut)[inside]
+def _drawn(pairs: _Pairs, first: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[int, int]:
+    """For how many users time does not tell which pairs have the ranks `first` to `end` (i64[U]): unknown, tied."""
     time = pairs.table["time"]
-    after, before = time.gather(first), time.gather(first - 1)
-    return after.null_count(), int((after == before).sum())
+    known = time.is_not_null().to_numpy()
+    value = time.fill_null(np.iinfo(np.int64).min).to_numpy()
+    unknown, tied = np.zeros(len(pairs.size), bool), np.zeros(len(pairs.size), bool)
+    for cut in (first, end):
+        inside = (end > first) & (cut > 0) & (cut < pairs.size)
+        at = (pairs.start + cut)[inside]  # the first pair after the cut
+        same = value[at] == value[at - 1]
+        unknown[inside] |= same & ~known[at]
+        tied[inside] |= same & known[at]
+    return int(unknown.sum()), int((tied & ~unknown).sum())

@@ -33,9 +33,11 @@ class Manifest(pydantic.BaseModel, extra="forbid", frozen=True):
 
 
 def save(data: Interactions, folder: Path, *, name: str, terms: str = "") -> Manifest:
-    """Writes a data set; a folder that holds one already is refused."""
-    if (folder / MANIFEST).exists():
-        raise DataError("there is a data set already", file=folder, remedy="Choose another folder or delete this one.")
+    """Writes a data set; nothing that is there already is overwritten."""
+    for name_of in (MANIFEST, *[f"{table}.parquet" for table in _TABLES]):
+        if (folder / name_of).exists():
+            remedy = "Nothing is overwritten: choose another folder, or delete it."
+            raise DataError("there is such a file already", file=folder / name_of, remedy=remedy)
     folder.mkdir(parents=True, exist_ok=True)
     for table in _TABLES:
         getattr(data, table).write_parquet(folder / f"{table}.parquet", compression="zstd")
@@ -50,7 +52,9 @@ def save(data: Interactions, folder: Path, *, name: str, terms: str = "") -> Man
         terms=terms,
         notes=list(data.notes),
     )
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")  # last: its presence means complete
+    (folder / MANIFEST).write_text(
+        manifest.model_dump_json(indent=2) + "\n", encoding="utf-8"
+    )  # last: its presence means complete
     return manifest
 
 
@@ -60,18 +64,21 @@ def load(folder: Path) -> Interactions:
     if not path.is_file():
         raise DataError("no dataset.json", file=folder, remedy="Give a folder written by `recleak data convert`.")
     try:
-        manifest = Manifest.model_validate(json.loads(path.read_text()))
+        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, pydantic.ValidationError) as error:
         raise DataError(f"not a valid manifest ({error})", file=path, remedy="Convert the data again.") from error
     tables = {}
     for table in _TABLES:
         file = folder / f"{table}.parquet"
         try:
-            tables[table] = pl.read_parquet(file)
+            tables[table] = pl.read_parquet(file, glob=False)
         except (OSError, pl.exceptions.PolarsError) as error:
             raise DataError(f"not readable ({error})", file=file, remedy="Convert the data again.") from error
     _check_tables(folder, tables)
     data = Interactions(**tables, notes=tuple(manifest.notes))
+    said = (manifest.users, manifest.items, manifest.rows, manifest.pairs, manifest.attributes)
+    if said != (data.n_users, data.n_items, len(data), data.n_pairs, data.attributes):
+        raise DataError("the manifest does not describe the tables", file=path, remedy="Convert the data again.")
     if data.fingerprint != manifest.fingerprint:
         raise DataError(
             f"the tables have the fingerprint {data.fingerprint[:12]}, the manifest says {manifest.fingerprint[:12]}",
@@ -94,6 +101,9 @@ def _check_tables(folder: Path, tables: dict[str, pl.DataFrame]) -> None:
         and set(items.columns) <= facts
         and rows.height > 0
         and rows["user"].is_sorted()
+        and all(dtype in (pl.String, pl.Float64) for dtype in users.dtypes[1:])
+        and all(items.schema[name] == dtype for name, dtype in ITEM_FACTS.items() if name in items.columns)
+        and all(side["id"].null_count() == 0 and side["id"].is_unique().all() for side in (users, items))
         and rows.select("user", "item").null_count().sum_horizontal().item() == 0
         and _codes_below(rows["user"], users.height)
         and _codes_below(rows["item"], items.height)

@@ -12,6 +12,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import polars as pl
@@ -22,6 +23,8 @@ from recleak.errors import DataError
 
 _UNIT = b"\x1f"  # ASCII's own separator of fields
 SEPARATORS = ("\t", "::", "|", ";", ",", " ")
+_FIRST_TIME = int(datetime(1900, 1, 1, tzinfo=UTC).timestamp())
+_LAST_TIME = int(datetime(2201, 1, 1, tzinfo=UTC).timestamp()) - 1
 _AGREEMENT = 0.9  # of the lines must have as many fields as the first
 
 Parse = Callable[[pl.Series], pl.Series]
@@ -49,22 +52,36 @@ def real(values: pl.Series) -> pl.Series:
 
 
 def time(values: pl.Series) -> pl.Series:
-    """A time: Unix seconds (or milli-, micro-, nanoseconds), ISO 8601, or `Tue Apr 03 18:00:09 +0000 2012`.
+    """A time from 1900 to 2200: Unix seconds, ISO 8601, or `Tue Apr 03 18:00:09 +0000 2012`.
 
-    Gives UTC seconds.
+    Milli-, micro- and nanoseconds are told by their size; for 20240131 see `spelled_dates`. Gives UTC seconds.
     """
     numbers = values.cast(pl.Float64, strict=False)
     for _ in range(3):  # milli-, micro-, nanoseconds
         numbers = (numbers / 1000).zip_with(numbers.abs() > 1e11, numbers)
     seconds = numbers.floor().cast(pl.Int64, strict=False)
     if seconds.null_count() == values.null_count():
-        return seconds
-    iso = pl.lit(values.str.replace("Z$", "+00:00").str.replace("T", " ", literal=True))
+        return plausible(seconds)
+    spaced = values.str.replace("Z$", "+00:00").str.replace("T", " ", literal=True)
+    iso = pl.lit(spaced.str.replace(r"^(\S+ \d\d:\d\d)([+-]\S+)?$", "${1}:00${2}"))
     zoned = iso.str.to_datetime("%Y-%m-%d %H:%M:%S%.f%:z", time_zone="UTC", strict=False).dt.epoch("s")
     naive = iso.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", strict=False).dt.epoch("s")
     day = iso.str.to_date("%Y-%m-%d", strict=False).cast(pl.Datetime).dt.epoch("s")
     tweet = pl.lit(values).str.to_datetime("%a %b %d %H:%M:%S %z %Y", time_zone="UTC", strict=False).dt.epoch("s")
-    return pl.select(pl.coalesce(pl.lit(seconds), zoned, naive, day, tweet).alias(values.name)).to_series()
+    return plausible(pl.select(pl.coalesce(pl.lit(seconds), zoned, naive, day, tweet).alias(values.name)).to_series())
+
+
+def plausible(seconds: pl.Series) -> pl.Series:
+    """UTC seconds without those before 1900 or after 2200."""
+    return seconds.set(~seconds.is_between(_FIRST_TIME, _LAST_TIME), None)
+
+
+def spelled_dates(seconds: pl.Series) -> pl.Series:
+    """A whole column of times; if all are numbers that spell a date, such as 20240131 (August 1970), these dates."""
+    if not seconds.is_between(1900_01_01, 2200_12_31).all():
+        return seconds
+    days = seconds.cast(pl.String).str.to_date("%Y%m%d", strict=False)
+    return days.cast(pl.Datetime).dt.epoch("s") if days.null_count() == seconds.null_count() else seconds
 
 
 @dataclass(frozen=True)
@@ -109,8 +126,8 @@ def read_text(
         _parse(batch, fields, width, separator, tally) for batch in _batches(feed, positions, separator, width, quoted)
     ]
     if tally.first_bad is not None:
-        tally.check(_other_separator(tally.first_bad[2], separator))
-    return pl.concat(parts).rechunk(), tally.notes(latin_expected)
+        tally.check(other_separator(tally.first_bad[2], separator))
+    return _joined(parts, fields), tally.notes(latin_expected)
 
 
 def read_header(path: Path, separator: str, quoted: bool = True) -> list[str]:
@@ -150,7 +167,7 @@ def _cut(lines: Sequence[str], separator: str) -> list[list[str]]:
     return [line.split(separator) for line in lines]
 
 
-def _other_separator(line: str, separator: str) -> str:
+def other_separator(line: str, separator: str) -> str:
     """A hint, if a line looks as if it were separated by something else."""
     other = sniff_separator([line])
     return f"The separator looks like {other!r}, not {separator!r}. " if other and other != separator else ""
@@ -285,6 +302,12 @@ def _parse(batch: _Batch, fields: Sequence[Field], width: int, separator: str, t
     return table.filter(~bad)
 
 
+def _joined(parts: Sequence[pl.DataFrame], fields: Sequence[Field]) -> pl.DataFrame:
+    """Batches as one table."""
+    table = pl.concat(parts).rechunk()
+    return table.with_columns(spelled_dates(table[each.name]) for each in fields if each.parse is time)
+
+
 def _position(path: Path, each: Field, names: list[str], width: int, separator: str, line: int) -> int:
     """Where a field stands in a row; `names` is empty if there is no header."""
     if isinstance(each.source, int):
@@ -306,7 +329,7 @@ def _position(path: Path, each: Field, names: list[str], width: int, separator: 
         f"no column {each.source!r} for {each.name}; {there}",
         file=path,
         line=line,
-        remedy=f"{_other_separator(separator.join(names), separator)}Name the right columns.",
+        remedy=f"{other_separator(separator.join(names), separator)}Name the right columns.",
     )
 
 
@@ -328,7 +351,7 @@ def read_json_lines(path: Path, fields: Sequence[Field]) -> tuple[pl.DataFrame, 
         batch = _Batch(cells, widths, lambda at, filled=filled: filled[at])  # type: ignore[misc]
         parts.append(_parse(batch, fields, 1, "", tally))
     tally.check()
-    return pl.concat(parts).rechunk(), tally.notes(latin_expected=False)
+    return _joined(parts, fields), tally.notes(latin_expected=False)
 
 
 def _object(line: str) -> dict[str, object]:
