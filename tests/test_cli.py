@@ -205,6 +205,7 @@ def test_a_narrow_terminal_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "…" not in shown.split("fingerprint")[0]
 
 
+@pytest.mark.heavy
 def test_describe_json_has_the_papers_counts_and_what_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
     run("data", "describe", "synthetic", "--json", "--predict")
     facts = json.loads(capsys.readouterr().out)

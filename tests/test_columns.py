@@ -692,6 +692,7 @@ VALID = {
 }
 
 
+@pytest.mark.heavy
 @settings(max_examples=200)
 @given(
     name=st.sampled_from(sorted(VALID)),

@@ -979,6 +979,7 @@ def mutations(draw: st.DrawFn, content: bytes) -> bytes:
     return content
 
 
+@pytest.mark.heavy
 @EVERY
 @settings(max_examples=40)
 @given(noise=st.data())

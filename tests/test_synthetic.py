@@ -128,6 +128,7 @@ def test_without_coupling_nobody_has_a_taste() -> None:
     assert Synthetic(coupling=0.01)._taste(woman, age, trade).any()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("attribute", ["gender", "age", "community"])
 def test_without_coupling_nothing_can_be_told(attribute: str) -> None:
     """The standard deviation of the AUC over such data sets is about 0.04 (40 seeds), so 4 errors of the mean."""
@@ -155,6 +156,7 @@ def test_without_coupling_ratings_times_and_places_tell_nothing() -> None:
         assert abs(her.mean() - him.mean()) / error < 4.5, name
 
 
+@pytest.mark.heavy
 def test_with_full_coupling_everything_can_be_told() -> None:
     data = made(1)
     assert auc(data, "gender") > 0.98
@@ -163,12 +165,14 @@ def test_with_full_coupling_everything_can_be_told() -> None:
     assert auc(data, "occupation") > 0.68
 
 
+@pytest.mark.heavy
 def test_the_default_is_as_telling_as_movielens() -> None:
     """Single data sets differ by 0.03 (standard deviation over seeds), so a mean of four."""
     assert np.mean([auc(made(seed=s), "gender", s) for s in range(4)]) == pytest.approx(GENDER_AUC, abs=0.04)
     assert np.mean([auc(made(seed=s), "age", s) for s in range(4)]) == pytest.approx(AGE_AUC, abs=0.04)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("attribute", ["gender", "age", "community"])
 def test_more_coupling_tells_more(attribute: str) -> None:
     found = [np.mean([auc(small(dial, s), attribute, s) for s in range(3)]) for dial in (0, 0.3, 0.65, 1)]
