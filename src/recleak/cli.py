@@ -18,7 +18,7 @@ from rich.text import Text
 from recleak import __version__
 from recleak.cli_data import data_app
 from recleak.errors import RecleakError
-from recleak.terminal import err, out, say
+from recleak.terminal import err, out, say, say_json
 
 if TYPE_CHECKING:  # what is slow to import waits until a command needs it
     from recleak.metrics.intervals import Estimate
@@ -89,7 +89,7 @@ def audit(
     path = out_dir / "utility.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if json_only:
-        print(json.dumps(result, indent=2))  # noqa: T201
+        say_json(result)
         return
     _show(comparison.rows, Text(f"{data}: {interactions.n_users:,} users, {len(interactions):,} rows"))
     graded = f"{comparison.users:,} users graded"
@@ -131,7 +131,7 @@ def doctor(*, json_only: Annotated[bool, Parameter(name="--json", negative="")] 
 
     facts = examine()
     if json_only:
-        print(json.dumps(facts, indent=2))  # noqa: T201
+        say_json(facts)
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("recleak", facts["recleak"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from recleak.data import catalog
 from recleak.data.catalog import CATALOG, Entry
 from recleak.data.columns import ColumnMap, Kind, Source
 from recleak.errors import RecleakError
-from recleak.terminal import err, out, say
+from recleak.terminal import err, out, say, say_json
 
 if TYPE_CHECKING:  # what is slow to import waits until a command needs it
     from recleak.data.interactions import Interactions
@@ -103,7 +102,7 @@ def list_(*, json_only: Annotated[bool, Parameter(name="--json", negative="")] =
         for name, entry in CATALOG.items()
     ]
     if json_only:
-        print(json.dumps(rows, indent=2))  # noqa: T201
+        say_json(rows)
         return
     table = Table("name", "what", "here", "presets")
     table.add_row("synthetic", "made here, with the marginals of MovieLens-100K", "always", "")
@@ -201,7 +200,7 @@ def describe(
             facts["paper"] = {"source": chosen.paper, **asdict(chosen.published), "remark": chosen.remark}
         if predict:
             facts["told_from_interactions"] = {n: asdict(f) for n, f in told.items() if not isinstance(f, str)}
-        print(json.dumps(facts, indent=2))  # noqa: T201
+        say_json(facts)
     else:
         show(interactions, title if chosen is None else f"{title}: {chosen.paper}", out, chosen)
         for name, found in told.items():

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import polars as pl
@@ -233,11 +234,12 @@ def _batches(feed: LineFeed, positions: Sequence[int], separator: str, width: in
                 feed.skip()
         columns = [[row[at] if at < len(row) else None for row in rows] for at in positions]
         widths = pl.Series([len(row) for row in rows], dtype=pl.UInt32)
-        yield _Batch(
-            [pl.Series(column, dtype=pl.String) for column in columns],
-            widths,
-            lambda at, numbers=numbers, rows=rows: (numbers[at], separator.join(rows[at])),  # type: ignore[misc]
-        )
+        where = partial(_row, numbers, [separator.join(row) for row in rows])
+        yield _Batch([pl.Series(column, dtype=pl.String) for column in columns], widths, where)
+
+
+def _row(numbers: Sequence[int], content: Sequence[str], at: int) -> tuple[int, str]:
+    return numbers[at], content[at]
 
 
 def _even(number: int, body: bytes, positions: Sequence[int], separator: str, width: int) -> _Batch | None:
@@ -348,7 +350,7 @@ def read_json_lines(path: Path, fields: Sequence[Field]) -> tuple[pl.DataFrame, 
             pl.Series([_member(each.get(str(field.source))) for each in objects], dtype=pl.String) for field in fields
         ]
         widths = pl.Series([len(each) > 0 for each in objects], dtype=pl.UInt32)
-        batch = _Batch(cells, widths, lambda at, filled=filled: filled[at])  # type: ignore[misc]
+        batch = _Batch(cells, widths, filled.__getitem__)
         parts.append(_parse(batch, fields, 1, "", tally))
     tally.check()
     return _joined(parts, fields), tally.notes(latin_expected=False)
