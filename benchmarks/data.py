@@ -24,6 +24,8 @@ from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates, training_negatives
 from recleak.data.split import leave_one_out, ratio
 from recleak.data.synthetic import Synthetic
+from recleak.metrics.ranking import rank
+from recleak.models.baselines import MostPop
 
 OUT = Path(__file__).parent / "out" / "data.json"
 LARGE = Synthetic(n_users=100_000, n_items=20_000, mean_activity=101.0)
@@ -52,7 +54,10 @@ def ml_1m(folder: Path) -> dict[str, float]:
     data = catalog.load("ml-1m")
     timed(steps, "fingerprint", lambda: data.fingerprint)
     split_steps(data, steps)
-    timed(steps, "999 candidates", lambda: evaluation_candidates(leave_one_out(data), 999))
+    split = leave_one_out(data)
+    timed(steps, "999 candidates", lambda: evaluation_candidates(split, 999))
+    popular = MostPop().fit(split.train)
+    timed(steps, "full ranking (MostPop)", lambda: rank(popular, split.train, split.test))
     return steps
 
 

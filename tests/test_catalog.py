@@ -81,7 +81,8 @@ def test_entries_are_complete() -> None:
         ("ml-100k", "any.inter", ["any.user"]),
         ("ml-1m", "ratings.dat.gz", ["users.dat", "movies.dat"]),
         ("taobao", "raw_sample.csv", ["user_profile.csv.gz", "ad_feature.csv"]),
-        ("amazon-cell-phones", "reviews.json.part", ["reviews.json.gz"]),
+        ("amazon-cell-phones", "reviews_Phones_5.json.part", ["reviews_Phones_5.json.gz"]),
+        ("amazon-cell-phones", "meta_Cell_Phones.json.gz", ["Cell_Phones_5core.csv.gz"]),
         ("gowalla-nyc", "loc-gowalla_totalCheckins.txt.gz.part", ["loc-gowalla_totalCheckins.txt.gz"]),
     ],
 )

@@ -7,6 +7,7 @@ import gzip
 import io
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
@@ -113,7 +114,7 @@ def test_names_that_are_there_twice(tmp_path: Path) -> None:
     events = write(tmp_path / "e.csv", "user,item\n1,2\n")
     for header, problem in (("user,age,age", "more than one column is called 'age'"), ("user,id,x", "called 'id'")):
         users = write(tmp_path / "u.csv", f"{header}\n1,2,3\n")
-        message = error(lambda users=users: read_columns(events, users=users))  # type: ignore[misc]
+        message = error(partial(read_columns, events, users=users))
         assert f"{users}, line 1: " in message
         assert problem in message
         assert "Rename" in message
@@ -200,7 +201,7 @@ def test_separators_that_cannot_be_told_or_used(tmp_path: Path) -> None:
     assert f"{path}, line 1: cannot tell the separator from the first lines, such as 'user'" in message
     assert "--separator" in message
     for separator in ("", '"', "\n", ",\r"):
-        message = error(lambda separator=separator: read_columns(path, ColumnMap(separator=separator)))  # type: ignore[misc]
+        message = error(partial(read_columns, path, ColumnMap(separator=separator)))
         assert f"{path}: the separator cannot be {separator!r}" in message
         assert "Say another" in message
     path = write(tmp_path / "y.csv", "user;item\n1;2\n")

@@ -243,7 +243,7 @@ CATALOG: Mapping[str, Entry] = {
     "amazon-cell-phones": Entry(
         title="Amazon Cell Phones and Accessories, 5-core (2014)",
         folders=("amazon-cell-phones", "amazon_cell_phones"),
-        layouts=(("*.json",), ("*.json.gz",), ("*.csv",), ("*.csv.gz",)),
+        layouts=(("reviews_*.json",), ("reviews_*.json.gz",), ("*Cell_Phones*.csv",), ("*Cell_Phones*.csv.gz",)),
         read=retail.read_amazon,
         terms="No licence stated; for research; cite McAuley et al. (SIGIR 2015) and He and McAuley (WWW 2016).",
         home="https://jmcauley.ucsd.edu/data/amazon/",

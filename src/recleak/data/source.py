@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from recleak.data.synthetic import Synthetic
 from recleak.errors import NotFoundError, RecleakError, unknown_name
 
 SYNTHETIC = "synthetic"
-# The catalog's own patterns for it, any JSON or CSV, are too loose for any folder.
-_AMAZON = re.compile(r"(reviews_|(?!meta_).*Cell_Phones).*\.(json|csv)(\.gz)?")
 
 
 def open_data(
@@ -58,18 +55,11 @@ def _open_folder(folder: Path) -> Interactions:
         return store.load(folder)
     if any(folder.glob("*.inter")):
         return recbole.read_recbole(folder)
-    for name, entry in catalog.CATALOG.items():
-        if _holds(name, entry, folder):
+    for entry in catalog.CATALOG.values():
+        if entry.holds(folder):
             return entry.read(folder)
     raise NotFoundError(
         f"{folder}: no known data set in this folder.\n"
         f"  Known are dataset.json (converted), *.inter (RecBole), and the files of {', '.join(catalog.CATALOG)} as "
         "published. For a table, give the file itself."
     )
-
-
-def _holds(name: str, entry: catalog.Entry, folder: Path) -> bool:
-    """Whether a folder with any name has the files of a data set."""
-    if name == "amazon-cell-phones" and not any(_AMAZON.fullmatch(each.name) for each in folder.iterdir()):
-        return False
-    return entry.holds(folder)
