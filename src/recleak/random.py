@@ -14,6 +14,7 @@ import hashlib
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import ndtri
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -45,3 +46,10 @@ def below(bound: ArrayLike, seed: int, purpose: str, *key: ArrayLike) -> NDArray
     """A uniform integer in [0, bound) for every element of the broadcast key; a bias of at most bound / 2^53."""
     scaled: NDArray[np.float64] = uniform(seed, purpose, *key) * np.asarray(bound)
     return scaled.astype(np.int64)
+
+
+def normal(seed: int, purpose: str, *key: ArrayLike) -> NDArray[np.float64]:
+    """A standard normal number for every element of the broadcast key: the quantile of a uniform number in (0, 1)."""
+    centred = ((bits(seed, purpose, *key) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    quantile: NDArray[np.float64] = ndtri(centred)
+    return quantile

@@ -1,0 +1,1 @@
+"""Hooks on a client's life, and the mechanisms that use them."""

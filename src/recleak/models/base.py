@@ -1,0 +1,77 @@
+"""What a recommender is: components, and a score with a leading client axis.
+
+A model is a frozen configuration. It sees one batch per client: rows that were gathered for it, never item numbers or
+whole tables. The same definition serves one real client (C = 1) and ten thousand simulated ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from recleak.models.components import Component
+
+Params = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a client scores, beside parameters. Axis letters: C clients, B scored items per client, F features."""
+
+    own: Tensor  # bool[C, B]: the item is one of the client's own (it is a neighbor in the client's star graph)
+    degree: Tensor  # f32[C]: how many own items the client has
+    neighbors: Params = field(default_factory=dict)  # sum over the own items of each per_item component, f32[C, *shape]
+    user_features: Tensor | None = None  # f32[C, F]
+    item_features: Tensor | None = None  # f32[C, B, G]: constant features of the scored items
+    neighbor_features: Tensor | None = None  # f32[C, G]: their sum over the own items
+
+
+class Model:
+    """A recommender. Subclasses are frozen dataclasses whose fields are public configuration."""
+
+    reads_neighbors: ClassVar[bool] = False  # True: needs `Batch.neighbors`, so every own row moves at every step
+    needs_user_features: ClassVar[bool] = False
+
+    def components(self) -> tuple[Component, ...]:
+        """The named parts of its parameters."""
+        raise NotImplementedError
+
+    def logits(self, params: Params, batch: Batch) -> Tensor:
+        """Scores before the sigmoid, f32[C, B].
+
+        `params` holds per_user and dense components as f32[C, *shape], and per_item components as the rows of the
+        scored items, f32[C, B, *shape].
+        """
+        raise NotImplementedError
+
+    def item_features(self, n_items: int) -> Tensor | None:
+        """Constant public features of all items, f32[I, G], if the model has any."""
+        return None
+
+    def logistic_gradients(self, params: Params, batch: Batch, label: Tensor, weight: Tensor) -> LogisticStep | None:
+        """A shorter way to the gradient of the weighted binary cross-entropy, if the model knows one.
+
+        `label` and `weight` are f32[C, B]. Tests compare it with automatic differentiation of `logits`.
+        """
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class LogisticStep:
+    """The logits of a batch and the gradients of its weighted cross-entropy, by component."""
+
+    logits: Tensor  # f32[C, B]
+    gradients: Params
+
+
+def prefix(tensors: Params, clients: int) -> Params:
+    """The first clients of tensors with a client axis."""
+    return {name: tensor[:clients] for name, tensor in tensors.items()}
+
+
+def single(params: Params) -> Params:
+    """Parameters of one client with the client axis put in front."""
+    return {name: torch.unsqueeze(tensor, 0) for name, tensor in params.items()}

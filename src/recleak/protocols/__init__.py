@@ -1,0 +1,1 @@
+"""Who trains where and sends what."""

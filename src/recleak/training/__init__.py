@@ -1,0 +1,1 @@
+"""Batched local training, optimizers, aggregation, executors."""
