@@ -50,6 +50,6 @@ def below(bound: ArrayLike, seed: int, purpose: str, *key: ArrayLike) -> NDArray
 
 def normal(seed: int, purpose: str, *key: ArrayLike) -> NDArray[np.float64]:
     """A standard normal number for every element of the broadcast key: the quantile of a uniform number in (0, 1)."""
-    centred = ((bits(seed, purpose, *key) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    centred = ((bits(seed, purpose, *key) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     quantile: NDArray[np.float64] = ndtri(centred)
     return quantile

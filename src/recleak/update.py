@@ -3,7 +3,7 @@
 The leading axis is the client. Values of `dense` and `per_user` components are tensors [C, *shape]. A `per_item`
 component is ragged: a client holds only the rows of the items it touched, so the rows of all clients lie in one flat
 table [N, *shape], client after client, with offsets. Which items they are is part of the update, because a receiver
-sees which rows changed. A real device has C = 1.
+sees which rows changed. A real device has C = 1. What clients keep between visits has the same form.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Update:
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Each client's squared l2 norm by component, f32[C]."""
-        norms = {name: value.square().reshape(self.n_clients, -1).sum(1) for name, value in self.values.items()}
+        norms = {name: value.square().unsqueeze(-1).flatten(1).sum(1) for name, value in self.values.items()}
         for name, value in self.rows.items():
-            per_row = value.square().reshape(len(self.item), -1).sum(1)
+            per_row = value.square().unsqueeze(-1).flatten(1).sum(1)
             norms[name] = per_row.new_zeros(self.n_clients).index_add_(0, self.owner, per_row)
         return norms
 
@@ -87,6 +87,11 @@ class Update:
             offset,
             self.n_items,
         )
+
+    def to(self, device: torch.device | str) -> Update:
+        """The same on another device."""
+        moved = self.map(lambda _, tensor, __: tensor.to(device))
+        return replace(moved, client=self.client.to(device), item=self.item.to(device), offset=self.offset.to(device))
 
     def with_all_rows(self) -> Update:
         """The same update with a row for every item, zero where the client changed nothing: N = C * I."""

@@ -73,14 +73,30 @@ def training_negatives(
             f"{len(full):,} users have every item, hence no negative (first: {split.train.users['id'][int(full[0])]})",
             remedy="Leave these users out, or use exclude='train'.",
         )
+    position = np.arange(len(user)) - split.train.indptr[user]
+    return negatives_at(free, user, position, per_positive, seed=seed, round=round)
+
+
+def negatives_at(
+    free: Complement,
+    user: NDArray[np.int64],
+    position: NDArray[np.int64],
+    per_positive: int,
+    *,
+    seed: int,
+    round: int | None,
+) -> NDArray[np.int32]:
+    """The negatives of some positives, given by their user and their position among its positives: i64[n] -> i32[n, q].
+
+    Every user must have a free item.
+    """
     when = 0 if round is None else round + 1
     drawn = np.empty((len(user), per_positive), np.int32)
     for start in range(0, len(user), step := max(1, _CHUNK // per_positive)):
         rows = slice(start, start + step)
         who = user[rows, None]  # i64[B, 1]
-        position = np.arange(start, start + len(who))[:, None] - split.train.indptr[who]
-        rank = random.below(free.size[who], seed, "negatives", when, who, position, np.arange(per_positive))
-        drawn[rows] = free.item(who, rank)
+        key = (who, position[rows, None], np.arange(per_positive))
+        drawn[rows] = free.item(who, random.below(free.size[who], seed, "negatives", when, *key))
     return drawn
 
 

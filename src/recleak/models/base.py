@@ -32,8 +32,12 @@ class Batch:
 class Model:
     """A recommender. Subclasses are frozen dataclasses whose fields are public configuration."""
 
-    reads_neighbors: ClassVar[bool] = False  # True: needs `Batch.neighbors`, so every own row moves at every step
     needs_user_features: ClassVar[bool] = False
+
+    @property
+    def reads_neighbors(self) -> bool:
+        """Whether it needs `Batch.neighbors`: then every own row moves at every step."""
+        return False
 
     def components(self) -> tuple[Component, ...]:
         """The named parts of its parameters."""

@@ -109,7 +109,7 @@ class FanIn:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Values that exist already, f32[R, *shape]: row r starts as `values[r]`."""
+    """Values that exist already, f32[R, *shape]: row r starts as a copy of `values[r]`."""
 
     values: Tensor
 

@@ -1,0 +1,98 @@
+"""What an attack is: a fold over the messages of one vantage point, and an answer to a question.
+
+An attack has no way to the trainer, to the data or to the truth. It is handed messages and its knowledge, nothing else,
+and its state is tensors, so that it is saved with a round and survives a kill. `tests/test_threat_model.py` reads the
+imports of this package; `tests/must_not_typecheck.py` holds what the type checker must refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from recleak.models.base import Model
+from recleak.models.components import Component
+from recleak.wire import M, Vantage
+
+State = dict[str, Tensor]
+
+# --- knowledge --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Knowledge:
+    """What an adversary knows beside messages. The audit builds it for a threat model and prints it with a finding."""
+
+    model: Model  # the architecture is public
+    n_users: int
+    n_items: int
+    components: tuple[Component, ...]  # with the sharing policy in force, the components of defenses too
+    public: Mapping[str, Tensor] = field(default_factory=dict)  # e.g. `popularity` f32[I], or a peer's own `groups`
+
+    def __str__(self) -> str:
+        lines = [f"model: {self.model}", f"users: {self.n_users:,}", f"items: {self.n_items:,}"]
+        lines += [f"component {part.name}: {_described(part)}" for part in self.components]
+        lines += [f"public {name}: {value.dtype}{list(value.shape)}" for name, value in self.public.items()]
+        return "\n".join(lines)
+
+
+def _described(part: Component) -> str:
+    return f"{part.storage}, {part.role}, {'shared' if part.shared else 'kept'}, {list(part.shape)}"
+
+
+# --- questions: none carries its answer -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class WhichItems:
+    """Is this item one of the client's own? The answer is f32[n], higher = more likely."""
+
+    client: Tensor  # i64[n]
+    item: Tensor  # i64[n]
+
+
+@dataclass(frozen=True, eq=False)
+class WhichAttribute:
+    """Which class of an attribute does each client have? The answer is f32[n, classes], higher = more likely."""
+
+    client: Tensor  # i64[n]
+    attribute: str
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class WhoBelongs:
+    """Who belongs to the community that these items mark? The answer is f32[n], higher = more likely."""
+
+    target: Tensor  # i64[t]: items
+    client: Tensor  # i64[n]
+
+
+Question = WhichItems | WhichAttribute | WhoBelongs
+Q = TypeVar("Q", contravariant=True)
+
+# --- attacks ----------------------------------------------------------------------------------------------------------
+
+
+class Attack(Protocol[M, Q]):
+    """A frozen dataclass of public settings. M are the messages it folds over, Q is the question it answers."""
+
+    @property
+    def vantage(self) -> type[Vantage[M]]:
+        """The vantage point it is made for: an attack on uploads that is run where there are none finds nothing."""
+        ...
+
+    def init(self, knowledge: Knowledge) -> State:
+        """The state before the first message. What the attack needs of its knowledge later goes into the state."""
+        ...
+
+    def fold(self, state: State, message: M) -> State:
+        """The state after a message: a pure function, the tensors it is given stay as they are."""
+        ...
+
+    def answer(self, state: State, question: Q) -> Tensor:
+        """Its answer, in the form that the question says."""
+        ...

@@ -1,0 +1,146 @@
+"""What a defense is: hooks on a client's life, each of which does nothing by default.
+
+A defense is a frozen dataclass of public configuration; secrets (data, updates, random streams) are arguments. Every
+hook works on C clients at once and treats each by itself, so the object that defends ten thousand simulated clients
+defends one real device: C = 1 with `Streams.from_os()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from recleak.models.components import Component, by_name, require_names
+from recleak.streams import Streams
+from recleak.training.local import LocalData
+from recleak.update import Update
+
+
+class Defense:
+    """A defense that does nothing. Subclasses override the hooks that they need, and never change an argument.
+
+    Equal streams give equal draws: whoever calls a hook more than once, or two hooks, hands it streams that differ
+    (`at` an epoch or a step, `within` a name).
+    """
+
+    def sharing(self, components: tuple[Component, ...]) -> tuple[Component, ...]:
+        """Which components leave the device at all."""
+        return components
+
+    def data(self, data: LocalData, streams: Streams) -> LocalData:
+        """The interactions that clients train on, before training."""
+        return data
+
+    def features(self, features: Tensor, streams: Streams) -> Tensor:
+        """The user features that clients train with, f32[C, F], before training."""
+        return features
+
+    def penalty(self, moved: Update) -> Tensor | None:
+        """A term of the loss at every step, f32[C], or None.
+
+        `moved` is the parameters now minus those received, with the graph for automatic differentiation.
+        """
+        return None
+
+    def gradient(self, gradient: Update, streams: Streams) -> Update:
+        """The gradient of every local step."""
+        return gradient
+
+    def epoch(self, moved: Update, streams: Streams) -> Update:
+        """The parameters minus those received, after each local epoch."""
+        return moved
+
+    def upload(self, update: Update, streams: Streams) -> Update:
+        """What leaves the device, after local training."""
+        return update
+
+    @property
+    def secure_aggregation(self) -> bool:
+        """Whether the receiver gets the sum of the uploads only."""
+        return False
+
+    def component_names(self) -> Iterable[str]:
+        """The components that its configuration names; `check` looks them up in a model."""
+        return ()
+
+
+HOOKS = ("sharing", "data", "features", "penalty", "gradient", "epoch", "upload")
+
+
+@dataclass(frozen=True)
+class Chain(Defense):
+    """Several defenses, one after the other; an empty chain does nothing.
+
+    Each draws its random numbers within its position in the chain, so two equal mechanisms draw independently.
+    """
+
+    defenses: tuple[Defense, ...] = ()
+
+    def sharing(self, components: tuple[Component, ...]) -> tuple[Component, ...]:
+        """The last policy that names a component decides."""
+        for defense in self.defenses:
+            components = defense.sharing(components)
+        return components
+
+    def data(self, data: LocalData, streams: Streams) -> LocalData:
+        """All in order."""
+        for position, defense in enumerate(self.defenses):
+            data = defense.data(data, streams.within(str(position)))
+        return data
+
+    def features(self, features: Tensor, streams: Streams) -> Tensor:
+        """All in order."""
+        for position, defense in enumerate(self.defenses):
+            features = defense.features(features, streams.within(str(position)))
+        return features
+
+    def penalty(self, moved: Update) -> Tensor | None:
+        """The sum of the terms."""
+        total: Tensor | None = None
+        for defense in self.defenses:
+            term = defense.penalty(moved)
+            if term is not None:
+                total = term if total is None else total + term
+        return total
+
+    def gradient(self, gradient: Update, streams: Streams) -> Update:
+        """All in order."""
+        for position, defense in enumerate(self.defenses):
+            gradient = defense.gradient(gradient, streams.within(str(position)))
+        return gradient
+
+    def epoch(self, moved: Update, streams: Streams) -> Update:
+        """All in order."""
+        for position, defense in enumerate(self.defenses):
+            moved = defense.epoch(moved, streams.within(str(position)))
+        return moved
+
+    def upload(self, update: Update, streams: Streams) -> Update:
+        """All in order."""
+        for position, defense in enumerate(self.defenses):
+            update = defense.upload(update, streams.within(str(position)))
+        return update
+
+    @property
+    def secure_aggregation(self) -> bool:
+        """Whether one of them asks for it."""
+        return any(defense.secure_aggregation for defense in self.defenses)
+
+    def component_names(self) -> Iterable[str]:
+        """The names of all."""
+        for defense in self.defenses:
+            yield from defense.component_names()
+
+
+def hooks(defense: Defense) -> frozenset[str]:
+    """The names of the hooks that a defense overrides, for a chain those of its parts; the others do nothing."""
+    if isinstance(defense, Chain):
+        return frozenset().union(*(hooks(part) for part in defense.defenses))
+    return frozenset(name for name in HOOKS if getattr(type(defense), name) is not getattr(Defense, name))
+
+
+def check(defense: Defense, components: tuple[Component, ...]) -> None:
+    """An error if the configuration of a defense names a component that the model does not have."""
+    require_names("component", defense.component_names(), by_name(components))

@@ -1,0 +1,87 @@
+"""Clipping: a bound on how much one client can say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from math import isfinite
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from recleak.defenses.base import Defense
+from recleak.streams import Streams
+from recleak.update import Update
+
+Per = Literal["client", "component", "row"]
+
+_SLACK = 1 - 2.0**-22  # two roundings to float32 never lift a clipped norm above the bound
+_PIECE = 1 << 14  # torch splits longer sums over threads if the result is one number, and then C = 1 sums otherwise
+
+
+@dataclass(frozen=True)
+class ClipByNorm(Defense):
+    """Scale each client's upload to an l2 norm of at most `bound`.
+
+    per "client": one norm over all components; "component": each component by its own; "row": each item row by its
+    own, as IMIA's local differential privacy does, and each other component by its own.
+
+    An upload within the bound is unchanged bit for bit, a zero upload stays zero. What is not finite cannot be scaled:
+    a client (component, row) with a NaN or an infinite number sends zeros. The bound holds exactly, not only up to
+    rounding, for bounds above 1e-30. Parameters without an axis (a global bias) are clipped like all others.
+    """
+
+    bound: float
+    components: tuple[str, ...] | None = None  # None: all
+    per: Per = "client"
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.bound) and self.bound > 0):
+            raise ValueError(
+                f"Got bound={self.bound}, expected a finite number above 0. To clip nothing, leave it out."
+            )
+        if self.per not in get_args(Per):
+            raise ValueError(f"Got per={self.per!r}, expected one of {', '.join(get_args(Per))}.")
+
+    def upload(self, update: Update, streams: Streams) -> Update:
+        """The clipped upload."""
+        clipped = set(update.names()) if self.components is None else set(self.components)
+        squared = {name: _squared_norms(value) for name, value in update.values.items() if name in clipped}  # f64[C]
+        for name, rows in update.rows.items():
+            if name in clipped:
+                each = _squared_norms(rows)  # f64[N]
+                whole = each.new_zeros(update.n_clients).index_add_(0, update.owner, each)  # f64[C]
+                squared[name] = each if self.per == "row" else whole
+        if self.per == "client" and squared:
+            squared = dict.fromkeys(squared, reduce(torch.add, squared.values()))
+        factor = {name: self._factor(value) for name, value in squared.items()}
+
+        def shrink(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+            if name not in factor:
+                return tensor
+            scale = factor[name] if owner is None or self.per == "row" else factor[name][owner]
+            scale = scale.to(tensor.dtype).reshape(-1, *[1] * (tensor.dim() - 1))
+            return torch.where(scale == 0, torch.zeros_like(tensor), tensor * scale)
+
+        return update.map(shrink)
+
+    def component_names(self) -> Iterable[str]:
+        """The components that it clips, if only some."""
+        return self.components or ()
+
+    def _factor(self, squared: Tensor) -> Tensor:
+        """What to multiply with, f64, for squared norms: 1 within the bound, 0 if they are not finite."""
+        norm = squared.sqrt()
+        factor = torch.where(norm <= self.bound, 1.0, self.bound / norm.clamp(min=self.bound) * _SLACK)
+        return torch.where(norm.isfinite(), factor, 0.0)
+
+
+def _squared_norms(rows: Tensor) -> Tensor:
+    """The squared norm of each row of [n, *shape], f64[n]: the same bits whatever the other rows are."""
+    flat = rows.unsqueeze(-1).flatten(1)  # [n, size]
+    total = flat.new_zeros(len(flat), dtype=torch.float64)
+    for piece in torch.split(flat, _PIECE, dim=1):
+        total = total + piece.double().square().sum(1)
+    return total

@@ -1,0 +1,22 @@
+"""Secure aggregation: the receiver learns a sum, not its terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recleak.defenses.base import Defense
+
+
+@dataclass(frozen=True)
+class SecureAggregation(Defense):
+    """The receiver gets the sum of a round's uploads and nothing else.
+
+    A simulation of the ideal functionality (Bonawitz et al. 2017): there is **no cryptography here**, no key exchange,
+    no dropout of clients and no malicious party; it protects no real deployment. It shows what an adversary still
+    learns from the sum when all of that works. A sum over one client is that client's upload.
+    """
+
+    @property
+    def secure_aggregation(self) -> bool:
+        """Always."""
+        return True

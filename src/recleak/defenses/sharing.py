@@ -1,0 +1,45 @@
+"""Sharing policies: which components leave the device at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from recleak.defenses.base import Defense
+from recleak.models import components as parts
+from recleak.models.components import Component
+
+
+@dataclass(frozen=True)
+class ShareLess(Defense):
+    """Keep components on the device: by default every table with a row per user, as share-less training does."""
+
+    components: tuple[str, ...] | None = None  # None: every per_user component
+
+    def sharing(self, components: tuple[Component, ...]) -> tuple[Component, ...]:
+        """The same components, these ones kept."""
+        own = [part.name for part in components if part.storage == "per_user"]
+        return parts.sharing(components, dict.fromkeys(own if self.components is None else self.components, False))
+
+    def component_names(self) -> Iterable[str]:
+        """The components that it keeps, if it names them."""
+        return self.components or ()
+
+
+@dataclass(frozen=True)
+class Share(Defense):
+    """Send components: by default all, the user table too, as the full model of community detection attacks.
+
+    The opposite of a defense; it states a system's policy in the same words, and what it costs can be compared.
+    """
+
+    components: tuple[str, ...] | None = None  # None: every component
+
+    def sharing(self, components: tuple[Component, ...]) -> tuple[Component, ...]:
+        """The same components, these ones shared."""
+        every = [part.name for part in components]
+        return parts.sharing(components, dict.fromkeys(every if self.components is None else self.components, True))
+
+    def component_names(self) -> Iterable[str]:
+        """The components that it sends, if it names them."""
+        return self.components or ()

@@ -1,0 +1,131 @@
+"""A plain `torch.nn.Module` as a model: slower than a model with a client axis, and it just works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from recleak.models.base import Batch, Model, Params
+from recleak.models.components import Component, Given, Role, require_names, sharing
+
+
+@dataclass(frozen=True, eq=False)
+class TorchModel(Model):
+    """Runs a module whose `forward(user: i64[B], item: i64[B])` returns logits f32[B].
+
+    The module looks users and items up in `nn.Embedding` tables, named in `per_user` and `per_item` as
+    `module.named_parameters()` names them. A client holds only the rows it needs, so `forward` does not get the numbers
+    of users and items: it gets positions in the rows at hand (user 0, items 0 to B - 1), and its tables have just these
+    rows. **Ids may be used as indices of these tables, and for nothing else.**
+
+    Training starts from the weights that the module has. Tables of users are kept, all else is shared, unless `shared`
+    says otherwise by name. A parameter outside the tables has the role user or item if its name says so, else head,
+    and the modules that hold parameters of heads are numbered from 1 as layers. Parameters without `requires_grad` and
+    buffers are constants.
+    """
+
+    module: nn.Module
+    per_user: tuple[str, ...] = ("user.weight",)
+    per_item: tuple[str, ...] = ("item.weight",)
+    shared: Mapping[str, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        trained = {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+        require_names("parameter", (*self.per_user, *self.per_item, *self.shared), trained)
+        tables = (*self.per_user, *self.per_item)
+        for name in tables:
+            if tables.count(name) > 1:
+                raise ValueError(f"Got {name!r} twice in per_user and per_item, expected each table once.")
+            _require_table(name, self.module.get_submodule(name.rpartition(".")[0]), tuple(trained[name].shape))
+        for name, part in self.module.named_modules():
+            self._require_usable(name, part)
+
+    def components(self) -> tuple[Component, ...]:
+        """One for each parameter that is trained, under its own name."""
+        parts: list[Component] = []
+        layers: dict[str, int] = {}  # numbers of the modules that hold a head's parameters
+        for name, value in self.module.named_parameters():
+            given, shape = value.detach(), tuple(value.shape)
+            if name in self.per_user:
+                parts.append(Component(name, "per_user", "user", shape[1:], Given(given), shared=False))
+            elif name in self.per_item:
+                parts.append(Component(name, "per_item", "item", shape[1:], Given(given)))
+            elif value.requires_grad:
+                role = _role(name)
+                owner = name.rpartition(".")[0] or name
+                layer = layers.setdefault(owner, len(layers) + 1) if role == "head" else None
+                parts.append(Component(name, "dense", role, shape, Given(given.unsqueeze(0)), layer))
+        return sharing(parts, self.shared)
+
+    def logits(self, params: Params, batch: Batch) -> Tensor:
+        """The module under `vmap` over clients."""
+        n_items, device = batch.own.shape[1], batch.own.device
+        user, item = torch.zeros(n_items, dtype=torch.long, device=device), torch.arange(n_items, device=device)
+
+        def one_client(values: Params) -> Tensor:
+            logits = functional_call(self.module, values, (user, item))
+            if not isinstance(logits, Tensor) or logits.shape != (n_items,):
+                got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+                raise ValueError(
+                    f"Got {got} from the module's forward, expected logits of shape ({n_items},), one per item: "
+                    "end forward with squeeze(-1), and not with squeeze(), which drops a single item too."
+                )
+            return logits
+
+        names = (name for name, value in self.module.named_parameters() if value.requires_grad)
+        values = {name: params[name].unsqueeze(1) if name in self.per_user else params[name] for name in names}
+        scores: Tensor = vmap(one_client)(values)
+        return scores
+
+    def _require_usable(self, name: str, part: nn.Module) -> None:
+        """An error for a part of the module whose result would not be what its author means."""
+        kind = type(part).__name__
+        if isinstance(part, _NormBase):
+            raise ValueError(
+                f"Got {name!r} ({kind}), which changes its buffers or mixes the examples of a batch; "
+                "expected a module whose parameters alone are trained: use nn.LayerNorm instead."
+            )
+        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+            raise ValueError(
+                f"Got {name!r} ({kind}), which is active; expected a forward without random draws: "
+                "call module.eval() first, or set p=0."
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and f"{name}.weight" not in (
+            *self.per_user,
+            *self.per_item,
+        ):
+            raise ValueError(
+                f"Got {name!r} ({kind}), which is neither in per_user={self.per_user} nor in per_item={self.per_item}; "
+                f"expected every table to be one of a user's or an item's rows: add '{name}.weight' to one of them."
+            )
+
+
+def _require_table(name: str, owner: nn.Module, shape: tuple[int, ...]) -> None:
+    """An error unless the parameter is the weight of an embedding whose rows can be gathered and trained one by one."""
+    if not isinstance(owner, nn.Embedding) or len(shape) != 2:
+        raise ValueError(
+            f"Got {name!r} of shape {shape}, held by {type(owner).__name__}, as a table; "
+            "expected the 2-d weight of an nn.Embedding: put the rows of users and items into one."
+        )
+    special = {
+        "padding_idx": owner.padding_idx is not None,
+        "max_norm": owner.max_norm is not None,
+        "scale_grad_by_freq": owner.scale_grad_by_freq,
+        "sparse": owner.sparse,
+    }
+    for option, used in special.items():
+        if used:
+            raise ValueError(
+                f"Got {name!r} with {option}={getattr(owner, option)}; expected a plain table, because rows are "
+                f"gathered and have no numbers of their own: leave {option} out of nn.Embedding."
+            )
+
+
+def _role(name: str) -> Role:
+    return "user" if "user" in name else "item" if "item" in name else "head"

@@ -1,0 +1,68 @@
+"""The head that several models share: a perceptron on [user, item], one score per item.
+
+Products with a single output are elementwise products and sums, not matrix products: the matrix kernels give a client
+other last bits when it is alone than when it is one of many.
+Axis letters: C clients, B scored items per client, i and o the inputs and outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from recleak.models.base import Params
+from recleak.models.components import Component, Init
+
+
+def head_components(
+    widths: tuple[int, ...], init: Init, bias_init: Init | None = None, *, shared: bool = True
+) -> tuple[Component, ...]:
+    """Weights and biases of a head: `widths` are the inputs of its layers, and the last layer has one output.
+
+    `FanIn()` starts both as torch's `nn.Linear` does; without `bias_init`, biases start like weights.
+    """
+    return tuple(_components(widths, init, bias_init or init, shared))
+
+
+def _components(widths: tuple[int, ...], init: Init, bias_init: Init, shared: bool) -> Iterator[Component]:
+    for layer, fans in enumerate(zip(widths, (*widths[1:], 1), strict=True), start=1):
+        name = f"head.{layer}"
+        yield Component(f"{name}.weight", "dense", "head", fans, init, layer, shared, fans)
+        yield Component(f"{name}.bias", "dense", "head", fans[1:], bias_init, layer, shared, fans)
+
+
+def mlp(params: Params, user: Tensor, item: Tensor) -> Tensor:
+    """The head with ReLU between layers, applied to [user, item]; f32[C, du] and f32[C, B, di] -> f32[C, B].
+
+    The concatenation is never made: W [user, item] = W_user user + W_item item, and the first term is computed once
+    per client.
+    """
+    width = user.shape[-1]
+    weight, bias = _layer(params, 1)
+    client = _linear(user.unsqueeze(1), weight[:, :width], bias)  # f32[C, 1, o]
+    hidden = _linear(item, weight[:, width:], client)  # f32[C, B, o]
+    layer = 2
+    while f"head.{layer}.weight" in params:
+        hidden = _linear(hidden.relu(), *_layer(params, layer))
+        layer += 1
+    return hidden.squeeze(-1)
+
+
+def dot(user: Tensor, item: Tensor) -> Tensor:
+    """The inner product of a client's vector with each of its item rows; f32[C, d] and f32[C, B, d] -> f32[C, B]."""
+    product: Tensor = torch.linalg.vecdot(item, user.unsqueeze(1))
+    return product
+
+
+def _layer(params: Params, layer: int) -> tuple[Tensor, Tensor]:
+    """A layer's weight, f32[C, i, o], and its bias, f32[C, 1, o]."""
+    return params[f"head.{layer}.weight"], params[f"head.{layer}.bias"].unsqueeze(1)
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """f32[C, B, i] -> f32[C, B, o]; the bias may differ by item."""
+    if weight.shape[-1] == 1:
+        return dot(weight.squeeze(-1), inputs).unsqueeze(-1) + bias
+    return torch.baddbmm(bias, inputs, weight)

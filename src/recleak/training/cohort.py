@@ -1,0 +1,486 @@
+"""Local training of many clients as one tensor program.
+
+A client is a position on the leading axis. It gathers the item rows that it touches and trains on those; the rows of
+all clients lie in one flat table with offsets. Clients are sorted by their number of steps, so those still active at a
+step are a prefix, and nothing is padded but the last batch of an epoch.
+
+The result of a client does not depend on the others: chunks may be cut anywhere and run anywhere. Axis letters:
+C clients, A active ones, B items in a batch, N item rows of all clients, I items, d factors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from recleak.defenses.base import Defense, hooks
+from recleak.errors import RecleakError
+from recleak.models.base import Batch, Model, Params
+from recleak.models.components import Component
+from recleak.streams import Streams
+from recleak.training.local import LocalData, Loss, held_rows, plan, steps_per_epoch
+from recleak.training.optimizers import (
+    SGD,
+    Adam,
+    ConfigError,
+    DirectRows,
+    IdleMoves,
+    LazyRows,
+    Optimizer,
+    adam_all_,
+    learning_rate,
+    step_,
+)
+from recleak.update import Update
+
+_SUM = " summed over own items"  # marks the gradient that flows through a sum over all own rows
+AGE = "age"  # the name under which a client keeps how many steps its optimizer has made
+
+
+class DivergedError(RecleakError):
+    """The loss is not a number any more."""
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How a client trains between a broadcast and its upload."""
+
+    epochs: int = 1
+    batch_size: int | None = 64  # None: full batch
+    optimizer: Optimizer = field(default_factory=Adam)
+    loss: Loss = "bce"
+    negatives: int = 4  # per positive
+    resample: bool = False  # negatives are drawn anew in each round; else once for all
+    shuffle: bool = True
+    decay_rows: Literal["active", "all"] = "active"  # weight decay on the rows the client works with, or on all items
+
+    def check(self) -> None:
+        """An error for a setting that cannot be."""
+        for name, least in {"epochs": 1, "negatives": 1, "batch_size": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                hint = " None means a full batch." if name == "batch_size" else ""
+                raise ConfigError(f"{name} is {value}, expected at least {least}.{hint}")
+        if self.loss not in ("bce", "bpr"):
+            raise ConfigError(f"loss is {self.loss!r}, expected 'bce' or 'bpr'.")
+        if self.decay_rows not in ("active", "all"):
+            raise ConfigError(f"decay_rows is {self.decay_rows!r}, expected 'active' or 'all'.")
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is the same for all chunks of a run: it travels to workers once."""
+
+    model: Model
+    components: tuple[Component, ...]  # with the sharing policy of the defenses
+    training: LocalTraining
+    defense: Defense = field(default_factory=Defense)
+    seed: int = 0
+    item_features: Tensor | None = None  # f32[I, G], constant and public
+    user_features: Tensor | None = None  # f32[U, F]
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What C clients have after local training."""
+
+    update: Update  # of the shared components: now minus received, after the defenses
+    kept: Update  # values (not differences) of what the clients keep, for their next visit
+    loss: Tensor  # f32[C]: mean over steps
+    steps: int  # client-steps made
+
+
+def train(task: Task, received: Params, kept: Update, data: LocalData, round: int) -> Trained:
+    """Train the clients of `data` from what they received and kept; the result has them in the same order.
+
+    `kept` holds the values of components that are not shared, and `<component>/<moment>` of a kept optimizer.
+    """
+    streams = Streams.simulated(task.seed, round, data.client)
+    used = hooks(task.defense)
+    if "data" in used:
+        data = task.defense.data(data, streams.within("data"))
+    order = np.lexsort((-data.count, -steps_per_epoch(task.training.batch_size, data.count)))
+    place = torch.from_numpy(order).to(kept.client.device)
+    back = place.argsort()
+    visit = _Visit(task, received, kept.select(place), data.select(order), round, streams.select(order))
+    loss = visit.walk()[back]
+    update = visit.moved().only({part.name for part in task.components if part.shared}).select(back)
+    finite = torch.isfinite(loss) & torch.isfinite(update.norms())
+    if not bool(finite.all()):
+        raise DivergedError(
+            f"Round {round}: loss or update of {int((~finite).sum()):,} of {len(loss):,} clients is not finite.\n"
+            f"  Lower the learning rate ({task.training.optimizer.learning_rate}), or use aggregation 'mean': "
+            "'sum' multiplies every step by the number of clients."
+        )
+    if "upload" in used:
+        update = task.defense.upload(update, streams.within("upload"))
+    return Trained(update, visit.kept().select(back), loss, int(visit.plan.steps.sum()))
+
+
+class _Visit:
+    """The working state of one chunk of clients. It is changed in place, and nothing of it outlives the visit."""
+
+    def __init__(
+        self, task: Task, received: Params, kept: Update, data: LocalData, round: int, streams: Streams
+    ) -> None:
+        training, optimizer = task.training, task.training.optimizer
+        self.task, self.received, self.data, self.streams, self.optimizer = task, received, data, streams, optimizer
+        self.used = hooks(task.defense)
+        self.device = kept.client.device
+        self.rates = {part.name: learning_rate(optimizer, part.name) for part in task.components}
+        self.plan = plan(
+            data,
+            epochs=training.epochs,
+            batch_size=training.batch_size,
+            seed=task.seed,
+            round=round,
+            shuffle=training.shuffle,
+        )
+        self.held = held_rows(data, self._rows_beside(kept))
+        self.client = self._put(data.client)
+        self.item, self.offset = self._put(self.held.item), self._put(self.held.offset)
+        self.values = {p.name: self._first_values(p, kept) for p in task.components if p.storage != "per_item"}
+        self.rows = {p.name: self._first_rows(p, kept) for p in task.components if p.storage == "per_item"}
+        self.start = self._now().map(lambda _, tensor, __: tensor.clone()) if self._compares else None
+        self.age = kept.values[AGE].clone() if optimizer.keep else None
+        self.moments = self._first_moments(kept)
+        self.batches = _Batches(self)
+
+    @property
+    def _compares(self) -> bool:
+        """A hook needs to know how far the clients have moved."""
+        return bool(self.used & {"penalty", "epoch"})
+
+    @property
+    def _every_row(self) -> bool:
+        """Rows outside the batch have a gradient, or must be up to date at every step."""
+        return self._compares or self.task.model.reads_neighbors or "gradient" in self.used
+
+    def _put(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    # What the clients begin with.
+
+    def _rows_beside(self, kept: Update) -> NDArray[np.int64] | None:
+        """Keys (position * I + item) of rows that move although no example touches them."""
+        if self.task.training.decay_rows == "all" and self.optimizer.weight_decay:
+            return np.arange(len(self.data.client) * self.data.n_items)
+        if self.optimizer.keep and self.optimizer.moments:
+            return _keys(kept)
+        return None
+
+    def _first_values(self, part: Component, kept: Update) -> Tensor:
+        if not part.shared:
+            return kept.values[part.name].clone()
+        whole = self.received[part.name]
+        if part.storage == "per_user":
+            return whole.index_select(0, self.client)
+        return whole.expand(len(self.client), *whole.shape).clone()
+
+    def _first_rows(self, part: Component, kept: Update) -> Tensor:
+        if part.shared:
+            return self.received[part.name].index_select(0, self.item)
+        return self._recall(part.name, part.draw(self.task.seed, self.held.item).to(self.device), kept)
+
+    def _first_moments(self, kept: Update) -> dict[str, list[Tensor]]:
+        moments: dict[str, list[Tensor]] = {}
+        for name, value in self.values.items():
+            moments[name] = [
+                kept.values[f"{name}/{moment}"].clone() if self.optimizer.keep else torch.zeros_like(value)
+                for moment in self.optimizer.moments
+            ]
+        for name, value in self.rows.items():
+            moments[name] = [
+                self._recall(f"{name}/{moment}", torch.zeros_like(value), kept)
+                if self.optimizer.keep
+                else torch.zeros_like(value)
+                for moment in (self.optimizer.moments if self._strategy == "table" else ())
+            ]
+        return moments
+
+    def _recall(self, name: str, rows: Tensor, kept: Update) -> Tensor:
+        """`rows`, overwritten by those that the clients kept."""
+        if len(kept.item):
+            mine = np.repeat(np.arange(len(self.data.client)), np.diff(self.held.offset)) * self.data.n_items
+            place = np.searchsorted(_keys(kept), mine + self.held.item)
+            found = np.flatnonzero(np.append(_keys(kept), -1)[place] == mine + self.held.item)
+            rows[self._put(found)] = kept.rows[name][self._put(place[found])]
+        return rows
+
+    # The steps.
+
+    @property
+    def _strategy(self) -> Literal["lazy", "direct", "table"]:
+        """How item rows are stepped; see `optimizers`."""
+        if self._every_row or self.optimizer.weight_decay:
+            return "table"
+        if isinstance(self.optimizer, SGD):
+            return "table" if self.optimizer.momentum else "direct"
+        return "lazy" if self.device.type == "cpu" and not self.optimizer.keep else "table"
+
+    def walk(self) -> Tensor:
+        """All steps of all clients; the mean loss of each, f32[C]."""
+        active = [*self.plan.active.tolist(), 0]
+        loss = torch.zeros(len(self.client), device=self.device)
+        strategy = self._strategy
+        moves = (
+            {rate: IdleMoves(self.optimizer, rate, len(active)) for rate in {self.rates[n] for n in self.rows}}
+            if strategy == "lazy" and isinstance(self.optimizer, Adam)
+            else {}
+        )
+        rows: dict[str, LazyRows | DirectRows] = {
+            name: LazyRows(value, moves[self.rates[name]])
+            if strategy == "lazy"
+            else DirectRows(value, self.rates[name])
+            for name, value in self.rows.items()
+        }
+        for step in range(len(active) - 1):
+            now = active[step]
+            batch = self.batches.at(step, now)
+            params = {name: value[:now] for name, value in self.values.items()}
+            for name, reader in rows.items():
+                params[name] = reader.read(batch.row).view(now, -1, *self.rows[name].shape[1:])
+            gradients = self._gradients(params, batch, loss[:now])
+            if strategy == "table":
+                self._step_table(step, now, batch, gradients)
+            else:
+                for name, reader in rows.items():
+                    reader.step(batch.row, gradients[name].reshape(-1, *self.rows[name].shape[1:]))
+                self._step_values(step, now, gradients)
+            for table in moves.values():
+                table.advance()
+            if active[step + 1] < now:  # these clients are done
+                done = slice(int(self.held.offset[active[step + 1]]), int(self.held.offset[now]))
+                for reader in rows.values():
+                    reader.settle(done)
+            if "epoch" in self.used:
+                self._end_epoch(step, now)
+        return loss / self._put(self.plan.steps)
+
+    def _gradients(self, params: Params, batch: _Step, loss: Tensor) -> Params:
+        """Of each client's loss with respect to its parameters; the loss itself is added to `loss`, f32[A]."""
+        if self.task.training.loss == "bce":
+            short = self.task.model.logistic_gradients(params, batch.inputs, batch.label, batch.weight)
+            if short is not None:
+                loss += cross_entropy(short.logits, batch.label, batch.weight)
+                return short.gradients
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        sums = {name: value.detach().requires_grad_() for name, value in batch.inputs.neighbors.items()}
+        logits = self.task.model.logits(leaves, replace(batch.inputs, neighbors=sums))
+        each = (
+            cross_entropy(logits, batch.label, batch.weight)
+            if self.task.training.loss == "bce"
+            else pairwise(logits, batch.weight)
+        )
+        loss += each.detach()
+        inputs = {**leaves, **{f"{name}{_SUM}": value for name, value in sums.items()}}
+        gradients = torch.autograd.grad(each.sum(), list(inputs.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(inputs, gradients, strict=True))
+
+    def _step_values(self, step: int, now: int, gradients: Params) -> None:
+        """One optimizer step of the tensors with a client axis."""
+        values = {name: value[:now] for name, value in self.values.items()}
+        moments = {name: [moment[:now] for moment in self.moments[name]] for name in values}
+        if isinstance(self.optimizer, Adam) and self.age is None and values:
+            adam_all_(
+                self.optimizer,
+                [self.rates[name] for name in values],
+                list(values.values()),
+                [gradients[name] for name in values],
+                list(moments.values()),
+                step + 1,
+            )
+            return
+        time = step + 1 if self.age is None else self.age[:now] + step + 1
+        for name, value in values.items():
+            step_(self.optimizer, self.rates[name], value, gradients[name], moments[name], time)
+
+    def _step_table(self, step: int, now: int, batch: _Step, gradients: Params) -> None:
+        """One optimizer step of everything that the active clients hold."""
+        n = int(self.held.offset[now])
+        row = self._put(batch.row)
+        whole = self._now(now)
+        own, owner = self.batches.own(now)
+        for name, value in whole.rows.items():
+            total = torch.zeros_like(value).index_add_(0, row, gradients[name].reshape(len(row), *value.shape[1:]))
+            if (through := gradients.get(f"{name}{_SUM}")) is not None:
+                total.index_add_(0, own, through.index_select(0, owner))
+            gradients[name] = total
+        all_of_it = replace(
+            whole,
+            values={name: gradients[name] for name in whole.values},
+            rows={name: gradients[name] for name in whole.rows},
+        )
+        if "penalty" in self.used:
+            all_of_it = self._with_penalty(all_of_it, now)
+        if "gradient" in self.used:
+            moment = torch.full((now,), step, device=self.device)
+            streams = self.streams.select(torch.arange(now)).at(moment)
+            all_of_it = self.task.defense.gradient(all_of_it, streams.within("gradient"))
+        self._step_values(step, now, all_of_it.values)
+        time = step + 1 if self.age is None else self.age[whole.owner] + step + 1
+        for name, value in whole.rows.items():
+            moments = [moment[:n] for moment in self.moments[name]]
+            step_(self.optimizer, self.rates[name], value, all_of_it.rows[name], moments, time)
+
+    def _with_penalty(self, gradient: Update, now: int) -> Update:
+        moved = self.moved(now).map(lambda _, tensor, __: tensor.detach().requires_grad_())
+        penalty = self.task.defense.penalty(moved)
+        if penalty is None:
+            return gradient
+        tensors = [*moved.values.values(), *moved.rows.values()]
+        extra = torch.autograd.grad(penalty.sum(), tensors, allow_unused=True, materialize_grads=True)
+        by_name = dict(zip(moved.names(), extra, strict=True))
+        return gradient.map(lambda name, tensor, _: tensor + by_name[name])
+
+    def _end_epoch(self, step: int, now: int) -> None:
+        """The hook for clients that have just finished an epoch: it sees and changes what they would share."""
+        ended = np.flatnonzero((step + 1) % self.plan.per_epoch[:now] == 0)
+        if not len(ended):
+            return
+        position = self._put(ended)
+        epoch = self._put((step + 1) // self.plan.per_epoch[ended])
+        shared = {part.name for part in self.task.components if part.shared}
+        moved = self.moved().only(shared).select(position)
+        streams = self.streams.select(position).at(epoch)
+        changed = self.task.defense.epoch(moved, streams.within("epoch"))
+        if self.start is None:
+            raise AssertionError("the start is kept when a defense has an epoch hook")
+        for name, value in changed.values.items():
+            self.values[name][position] = self.start.values[name][position] + value
+        mine = torch.isin(self._now().owner, position)
+        for name, value in changed.rows.items():
+            self.rows[name][mine] = self.start.rows[name][mine] + value
+
+    # What the clients end with.
+
+    def _now(self, clients: int | None = None) -> Update:
+        """The parameters of the first clients, in place."""
+        now = len(self.client) if clients is None else clients
+        n = int(self.held.offset[now])
+        return Update(
+            self.client[:now],
+            {name: value[:now] for name, value in self.values.items()},
+            {name: value[:n] for name, value in self.rows.items()},
+            self.item[:n],
+            self.offset[: now + 1],
+            self.data.n_items,
+        )
+
+    def moved(self, clients: int | None = None) -> Update:
+        """How far the first clients are from where they began."""
+        now = self._now(clients)
+        start = self.start
+        if start is not None:
+            return now.map(
+                lambda name, tensor, owner: (
+                    tensor - (start.values if owner is None else start.rows)[name][: len(tensor)]
+                )
+            )
+        shared = now.only({part.name for part in self.task.components if part.shared})
+        of = {part.name: part.storage for part in self.task.components}
+
+        def difference(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+            whole = self.received[name]
+            if of[name] == "dense":
+                return tensor - whole
+            return tensor - whole.index_select(0, shared.client if owner is None else shared.item)
+
+        return shared.map(difference)
+
+    def kept(self) -> Update:
+        """The values that the clients keep until their next visit."""
+        kept = self._now().only({part.name for part in self.task.components if not part.shared})
+        if self.age is None:
+            return kept
+        now = self._now()
+        values = {
+            f"{n}/{m}": t for n in self.values for m, t in zip(self.optimizer.moments, self.moments[n], strict=True)
+        }
+        rows = {f"{n}/{m}": t for n in self.rows for m, t in zip(self.optimizer.moments, self.moments[n], strict=True)}
+        age = self.age + self._put(self.plan.steps)
+        return replace(now, values={**kept.values, **values, AGE: age}, rows={**kept.rows, **rows})
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """The batches of the active clients at one step; with a pairwise loss the preferred items come first."""
+
+    row: NDArray[np.int64]  # i64[A * B]: places in the flat table
+    label: Tensor  # f32[A, B]
+    weight: Tensor  # f32[A, B]; with a pairwise loss f32[A, B / 2]
+    inputs: Batch
+
+
+class _Batches:
+    """Hands out the batches of a visit."""
+
+    def __init__(self, visit: _Visit) -> None:
+        self.visit, held, task, device = visit, visit.held, visit.task, visit.device
+        clients = len(visit.client)
+        self.degree = torch.from_numpy(np.diff(held.own_offset).astype(np.float32)).to(device)
+        self._own = visit._put(held.own)
+        self._own_owner = torch.repeat_interleave(torch.arange(clients, device=device), self.degree.long())
+        self.features = None
+        if task.user_features is not None:
+            features = task.user_features.to(device)[visit.client]
+            if "features" in visit.used:
+                features = task.defense.features(features, visit.streams.within("features"))
+            self.features = features
+        self.item_features = None if task.item_features is None else task.item_features.to(device)[visit.item]
+        self.neighbor_features = None if self.item_features is None else self._sum(self.item_features, clients)
+
+    def own(self, now: int) -> tuple[Tensor, Tensor]:
+        """The rows of the first clients' own items, and the position of their client."""
+        n = int(self.visit.held.own_offset[now])
+        return self._own[:n], self._own_owner[:n]
+
+    def _sum(self, rows: Tensor, now: int) -> Tensor:
+        own, owner = self.own(now)
+        return rows.new_zeros(now, *rows.shape[1:]).index_add_(0, owner, rows.index_select(0, own))
+
+    def at(self, step: int, now: int) -> _Step:
+        """The batches of the first `now` clients."""
+        visit, held = self.visit, self.visit.held
+        example = visit.plan.example[step, :now]  # i64[A, B]
+        row, label = held.of_item[example], visit.data.label[example]
+        if held.of_against is not None:
+            row = np.concatenate([row, held.of_against[example]], axis=1)
+            label = np.concatenate([label, np.zeros_like(label)], axis=1)
+        row = row.reshape(-1)
+        labels = torch.from_numpy(label).to(visit.device)
+        reads = visit.task.model.reads_neighbors
+        inputs = Batch(
+            own=labels > 0,
+            degree=self.degree[:now],
+            neighbors={name: self._sum(value, now) for name, value in visit.rows.items()} if reads else {},
+            user_features=None if self.features is None else self.features[:now],
+            item_features=None
+            if self.item_features is None
+            else self.item_features.index_select(0, visit._put(row)).view(now, -1, self.item_features.shape[1]),
+            neighbor_features=None if self.neighbor_features is None else self.neighbor_features[:now],
+        )
+        return _Step(row, labels, torch.from_numpy(visit.plan.weight[step, :now]).to(visit.device), inputs)
+
+
+def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+    """The weighted binary cross-entropy of each client: f32[C, B] three times -> f32[C]."""
+    return (functional.binary_cross_entropy_with_logits(logits, label, reduction="none") * weight).sum(1)
+
+
+def pairwise(logits: Tensor, weight: Tensor) -> Tensor:
+    """BPR (Rendle et al. 2009): -log sigmoid(preferred - other); the first half of f32[C, B] is preferred."""
+    preferred, other = logits.chunk(2, dim=1)
+    return -(functional.logsigmoid(preferred - other) * weight).sum(1)
+
+
+def _keys(kept: Update) -> NDArray[np.int64]:
+    """position * I + item of each row, ascending."""
+    keys: NDArray[np.int64] = (kept.owner * kept.n_items + kept.item).cpu().numpy()
+    return keys

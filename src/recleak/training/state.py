@@ -1,0 +1,205 @@
+"""What clients keep between visits, for any number of clients: memory-mapped files, and a journal that undoes.
+
+A client that was never visited takes no space: its vector is a function of (seed, client). With a directory the store
+survives a kill at any moment: before anything is overwritten, what was there goes to the journal; opening the store
+again puts it back, so that it is as it was at the last commit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from recleak.errors import RecleakError
+from recleak.models.components import Component
+from recleak.training.cohort import AGE
+from recleak.training.optimizers import Optimizer
+from recleak.update import Update
+
+
+class CheckpointError(RecleakError):
+    """A checkpoint that cannot be used."""
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One thing that each client keeps."""
+
+    name: str
+    shape: tuple[int, ...]
+    component: Component | None = None  # where its first value comes from; else zeros
+    dtype: str = "<f4"
+
+
+class ClientStore:
+    """What each of U clients keeps: components that are not shared, and the moments of a kept optimizer."""
+
+    def __init__(
+        self,
+        components: tuple[Component, ...],
+        optimizer: Optimizer,
+        n_users: int,
+        n_items: int,
+        seed: int,
+        directory: Path | None = None,
+        committed: int = 0,
+    ) -> None:
+        """`committed` is the number of rounds in the last checkpoint; what was written after it is undone."""
+        self.n_users, self.n_items, self._seed = n_users, n_items, seed
+        moments = optimizer.moments if optimizer.keep else ()
+        self._values: dict[str, _Field] = {}
+        self._rows: dict[str, _Field] = {}
+        for part in components:
+            fields = self._rows if part.storage == "per_item" else self._values
+            if not part.shared:
+                fields[part.name] = _Field(part.name, part.shape, part)
+            for moment in moments:
+                fields[f"{part.name}/{moment}"] = _Field(f"{part.name}/{moment}", part.shape)
+        if optimizer.keep:
+            self._values[AGE] = _Field(AGE, (), dtype="<i8")
+        if directory is None:
+            folder = Path(tempfile.mkdtemp(prefix="recleak-clients-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        else:
+            folder = directory / "clients"
+            (folder / "journal").mkdir(parents=True, exist_ok=True)
+        self._folder, self._journaled, self._committed, self._entries = folder, directory is not None, committed, 0
+        self._visited = self._open("visited", (n_users,), "u1")
+        self._has_row = self._open("rows", (n_users, n_items), "u1") if self._rows else np.zeros((0, 0), np.uint8)
+        self._arrays = {
+            **{name: self._open(name, (n_users, *field.shape), field.dtype) for name, field in self._values.items()},
+            **{
+                name: self._open(name, (n_users, n_items, *field.shape), field.dtype)
+                for name, field in self._rows.items()
+            },
+        }
+        if self._journaled:
+            self._undo()
+
+    def _open(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """A file of zeros that takes space only where it is written."""
+        file = self._folder / f"{name.replace('/', '.')}.bin"
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if size == 0:
+            return np.zeros(shape, dtype)
+        if not file.exists():
+            with open(file, "wb") as handle:
+                handle.truncate(size)
+        elif file.stat().st_size != size:
+            raise CheckpointError(
+                f"{file}: {file.stat().st_size:,} bytes, expected {size:,}.\n"
+                "  It belongs to another model or data set; use another directory."
+            )
+        return np.memmap(file, dtype, "r+", shape=shape)
+
+    def read(self, client: NDArray[np.int64]) -> Update:
+        """What some clients keep, i64[C] ascending."""
+        values = {}
+        fresh = np.flatnonzero(self._visited[client] == 0)
+        for name, field in self._values.items():
+            value = torch.from_numpy(np.array(self._arrays[name][client]))
+            if field.component is not None and len(fresh):
+                part = field.component
+                who = client[fresh] if part.storage == "per_user" else np.zeros(len(fresh), np.int64)
+                value[torch.from_numpy(fresh)] = part.draw(self._seed, who)
+            values[name] = value
+        if self._rows:
+            owner, item = np.nonzero(self._has_row[client])
+        else:
+            owner = item = np.zeros(0, np.int64)
+        rows = {name: torch.from_numpy(np.array(self._arrays[name][client[owner], item])) for name in self._rows}
+        offset = np.searchsorted(owner, np.arange(len(client) + 1))
+        return Update(
+            torch.from_numpy(client), values, rows, torch.from_numpy(item), torch.from_numpy(offset), self.n_items
+        )
+
+    def write(self, kept: Update) -> None:
+        """Overwrite what some clients keep; on a store with a directory, what was there goes to the journal first."""
+        client, item = kept.client.numpy(), kept.item.numpy()
+        user = client[kept.owner.numpy()]
+        if self._journaled:
+            self._log(client, user, item)
+        self._visited[client] = 1
+        for name, value in kept.values.items():
+            self._arrays[name][client] = value.numpy()
+        if self._rows:
+            self._has_row[user, item] = 1
+        for name, value in kept.rows.items():
+            self._arrays[name][user, item] = value.numpy()
+
+    def commit(self, rounds: int) -> None:
+        """What was written belongs to the checkpoint of `rounds` rounds, which is on disk."""
+        self._committed = rounds
+        for file in self._journal():
+            file.unlink()
+        self._entries = 0
+
+    def flush(self) -> None:
+        """Hand everything to the operating system, before the checkpoint is written."""
+        for array in (self._visited, self._has_row, *self._arrays.values()):
+            if isinstance(array, np.memmap):
+                array.flush()
+
+    # The journal.
+
+    def _journal(self) -> list[Path]:
+        return sorted((self._folder / "journal").glob("*.safetensors"))
+
+    def _log(self, client: NDArray[np.int64], user: NDArray[np.int64], item: NDArray[np.int64]) -> None:
+        before = {
+            "client": client,
+            "user": user,
+            "item": item,
+            "visited": np.array(self._visited[client]),
+            "rows": np.array(self._has_row[user, item]) if self._rows else np.zeros(0, np.uint8),
+        }
+        before |= {f"value {name}": np.array(self._arrays[name][client]) for name in self._values}
+        before |= {f"row {name}": np.array(self._arrays[name][user, item]) for name in self._rows}
+        file = self._folder / "journal" / f"{self._entries:08d}.safetensors"
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in before.items()}
+        replace_file(file, tensors, {"committed": self._committed})
+        self._entries += 1
+
+    def _undo(self) -> None:
+        """Put back what was there at the last commit; entries of an earlier commit are left over and mean nothing."""
+        for file in reversed(self._journal()):
+            tensors, about = read_file(file)
+            if about.get("committed") == self._committed:
+                before = {name: tensor.numpy() for name, tensor in tensors.items()}
+                client, user, item = before["client"], before["user"], before["item"]
+                self._visited[client] = before["visited"]
+                if self._rows:
+                    self._has_row[user, item] = before["rows"]
+                for name in self._values:
+                    self._arrays[name][client] = before[f"value {name}"]
+                for name in self._rows:
+                    self._arrays[name][user, item] = before[f"row {name}"]
+            file.unlink()
+
+
+def replace_file(file: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    """Write tensors and a few facts, all or nothing: another reader sees the old file or the new one."""
+    partial = file.with_name(f"{file.name}.partial")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, {"recleak": json.dumps(about)})
+    partial.replace(file)
+
+
+def read_file(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and facts of such a file."""
+    try:
+        with safe_open(file, "pt") as opened:
+            about = json.loads((opened.metadata() or {})["recleak"])
+        return load_file(file), about
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise CheckpointError(f"{file}: {error}.\n  The file is damaged; use another directory.") from error
