@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-.PHONY: audit test check lint types docs-check bench clean help
+.PHONY: audit test check lint types docs-check bench bench-scale clean help
 
 audit: $(READY)  ## The main job on the embedded data; prints where the result is
 	$(BIN)/recleak audit
@@ -38,8 +38,12 @@ types: $(READY)  ## mypy --strict
 docs-check: $(READY)  ## Links, commands and the module tree in the documentation
 	$(BIN)/pytest -q tests/test_docs.py
 
-bench: $(READY)  ## Benchmarks: seconds and peak memory, to the terminal and benchmarks/out/
+bench: $(READY)  ## Benchmarks of engine and data: rates, seconds, peak memory, to the terminal and benchmarks/out/
+	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/data.py
+
+bench-scale: $(READY)  ## Cost and memory from 1,000 to 100,000 clients: table and plot (minutes)
+	$(BIN)/python benchmarks/scale.py
 
 clean:  ## Remove .venv, caches and results
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis runs benchmarks/out

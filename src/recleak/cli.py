@@ -1,4 +1,4 @@
-"""The command line: `recleak audit`, `recleak data ...`, `recleak doctor`."""
+"""The command line: `recleak audit`, `recleak train`, `recleak data ...`, `recleak doctor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import cyclopts
 from cyclopts import Parameter
@@ -17,21 +17,19 @@ from rich.text import Text
 
 from recleak import __version__
 from recleak.cli_data import data_app
+from recleak.cli_train import show_utility, train
 from recleak.errors import RecleakError
 from recleak.terminal import err, out, say, say_json
-
-if TYPE_CHECKING:  # what is slow to import waits until a command needs it
-    from recleak.metrics.intervals import Estimate
-    from recleak.utility import Utility
 
 app = cyclopts.App(
     name="recleak",
     help="Measure what a recommender system leaks about its users, to whom, and what stopping it costs.",
     version=__version__,
     help_format="markdown",
+    suppress_keyboard_interrupt=False,  # `main` says what an interrupted run has saved
 )
 app.command(data_app)
-_TABLE_WIDTH = 78  # characters that the table of metrics needs
+app.command(train)
 
 
 @app.command
@@ -91,7 +89,7 @@ def audit(
     if json_only:
         say_json(result)
         return
-    _show(comparison.rows, Text(f"{data}: {interactions.n_users:,} users, {len(interactions):,} rows"))
+    show_utility(comparison.rows, Text(f"{data}: {interactions.n_users:,} users, {len(interactions):,} rows"))
     graded = f"{comparison.users:,} users graded"
     say(f"{split.recipe}; {comparison.candidates}; {graded}; 95 % intervals over users")
     for what, count in split.decisions.items():
@@ -101,27 +99,6 @@ def audit(
     for note in interactions.notes:
         say(f"note: {note}", to=err, style="yellow")
     say(f"Result: {path}")
-
-
-def _show(rows: list[Utility], title: Text) -> None:
-    """A table; in a narrow terminal a line for each figure."""
-    metrics = ("Hit@10", "Hit@20", "NDCG@10", "MRR")  # with one held-out item Recall is Hit
-    if out.width < _TABLE_WIDTH:
-        out.print(title)
-        for row in rows:
-            for name in metrics:
-                say(f"{row.model} {name} {row.metrics[name]}")
-        return
-    table = Table(title=title, show_lines=True)
-    for heading in ("model", *metrics, "seconds"):
-        table.add_column(heading, no_wrap=True)
-    for row in rows:
-        table.add_row(row.model, *[_cell(row.metrics[name]) for name in metrics], f"{row.seconds:.2f}")
-    out.print(table)
-
-
-def _cell(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f}\n{estimate.low:.3f}-{estimate.high:.3f}"
 
 
 @app.command
@@ -154,7 +131,10 @@ def doctor(*, json_only: Annotated[bool, Parameter(name="--json", negative="")] 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; an error that the user can act on is printed without a traceback and exits with 2."""
+    """Run a command; an error that the user can act on is printed without a traceback and exits with 2.
+
+    Ctrl-C exits with 130, as from a shell; a run says what is saved.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows ? for it
             stream.reconfigure(errors="replace")
@@ -166,6 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         say(f"error: {error.filename or 'a file'}: {error.strerror or error}", to=err, style="red")
         sys.exit(2)
-    except KeyboardInterrupt:
-        err.print("interrupted")
+    except KeyboardInterrupt as interrupt:
+        say(str(interrupt) or "interrupted", to=err)
         sys.exit(130)

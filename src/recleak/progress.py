@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import isnan
 from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -10,18 +11,20 @@ from rich.progress import Progress as RichProgress
 
 from recleak.terminal import err
 
+_WIDE = 70  # characters from which there is room for a bar
+
 
 class Progress:
     """Rounds of a run; writes to the terminal's error stream only, and to nothing else."""
 
     def __init__(self, rounds: int, done: int = 0, *, shown: bool = True) -> None:
         """`done` rounds were made before, by a run that was interrupted."""
+        beside = (BarColumn(), TimeRemainingColumn()) if err.width >= _WIDE else ()
         self._bar = RichProgress(
             TextColumn("round"),
             MofNCompleteColumn(),
-            BarColumn(),
             TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(),
+            *beside,
             console=err,
             disable=not (shown and err.is_terminal),
             transient=True,
@@ -33,7 +36,8 @@ class Progress:
         """One more round is over."""
         self._clients += clients
         rate = self._clients / max(time.monotonic() - self._since, 1e-9)
-        self._bar.update(self._task, completed=number, facts=f"loss {loss:.4f}  {rate:,.1f} clients/s")
+        shown = "nobody answered" if isnan(loss) else f"loss {loss:.4f}"
+        self._bar.update(self._task, completed=number, facts=f"{shown}  {rate:,.1f} clients/s")
 
     def __enter__(self) -> Progress:
         self._bar.start()

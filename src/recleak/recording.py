@@ -189,8 +189,8 @@ class Recorder:
             for field in ("source", "vantage", "components"):
                 got, expected = getattr(there, field), getattr(self._manifest, field)
                 if got != expected:
-                    problem = f"there is a recording of something else: got {field} {got!r}, expected {expected!r}"
-                    raise DataError(problem, file=path, remedy=_AGAIN)
+                    problem = f"got {field} {got!r:.200}, expected {expected!r:.200}"
+                    raise DataError(f"there is a recording of something else: {problem}", file=path, remedy=_AGAIN)
         elif self.directory.exists() and any(file.suffix != ".part" for file in self.directory.iterdir()):
             raise DataError("got a folder with other files, expected none", file=self.directory, remedy=_AGAIN)
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -34,6 +37,7 @@ class TorchModel(Model):
     per_user: tuple[str, ...] = ("user.weight",)
     per_item: tuple[str, ...] = ("item.weight",)
     shared: Mapping[str, bool] = field(default_factory=dict)
+    _trained: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         trained = {name: value for name, value in self.module.named_parameters() if value.requires_grad}
@@ -45,6 +49,7 @@ class TorchModel(Model):
             _require_table(name, self.module.get_submodule(name.rpartition(".")[0]), tuple(trained[name].shape))
         for name, part in self.module.named_modules():
             self._require_usable(name, part)
+        object.__setattr__(self, "_trained", tuple(trained))
 
     def components(self) -> tuple[Component, ...]:
         """One for each parameter that is trained, under its own name."""
@@ -66,10 +71,11 @@ class TorchModel(Model):
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """The module under `vmap` over clients."""
         n_items, device = batch.own.shape[1], batch.own.device
+        module = _own_copy(self.module)
         user, item = torch.zeros(n_items, dtype=torch.long, device=device), torch.arange(n_items, device=device)
 
         def one_client(values: Params) -> Tensor:
-            logits = functional_call(self.module, values, (user, item))
+            logits = functional_call(module, values, (user, item))
             if not isinstance(logits, Tensor) or logits.shape != (n_items,):
                 got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
                 raise ValueError(
@@ -78,9 +84,11 @@ class TorchModel(Model):
                 )
             return logits
 
-        names = (name for name, value in self.module.named_parameters() if value.requires_grad)
-        values = {name: params[name].unsqueeze(1) if name in self.per_user else params[name] for name in names}
-        scores: Tensor = vmap(one_client)(values)
+        values = {n: params[n].unsqueeze(1) if n in self.per_user else params[n] for n in self._trained}
+        clients = len(batch.own)
+        if clients == 1:  # matrix kernels give a client other last bits when it is alone
+            values = {name: value.expand(2, *value.shape[1:]) for name, value in values.items()}
+        scores: Tensor = vmap(one_client)(values)[:clients]
         return scores
 
     def _require_usable(self, name: str, part: nn.Module) -> None:
@@ -104,6 +112,25 @@ class TorchModel(Model):
                 f"Got {name!r} ({kind}), which is neither in per_user={self.per_user} nor in per_item={self.per_item}; "
                 f"expected every table to be one of a user's or an item's rows: add '{name}.weight' to one of them."
             )
+
+
+_copies = threading.local()
+
+
+def _own_copy(module: nn.Module) -> nn.Module:
+    """The module for this thread alone: `functional_call` puts other parameters into a module for as long as it runs.
+
+    The parameters that are trained are given at every call, so the copy holds none of them.
+    """
+    if not hasattr(_copies, "of"):
+        _copies.of = weakref.WeakKeyDictionary()
+    if module not in _copies.of:
+        empty = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in module.parameters() if p.requires_grad
+        }
+        _copies.of[module] = copy.deepcopy(module, empty)
+    own: nn.Module = _copies.of[module]
+    return own
 
 
 def _require_table(name: str, owner: nn.Module, shape: tuple[int, ...]) -> None:

@@ -7,7 +7,8 @@ whole tables. The same definition serves one real client (C = 1) and ten thousan
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from math import prod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,27 +56,36 @@ class Model:
         """Constant public features of all items, f32[I, G], if the model has any."""
         return None
 
-    def logistic_gradients(self, params: Params, batch: Batch, label: Tensor, weight: Tensor) -> LogisticStep | None:
+    def logistic_gradients(
+        self, params: Params, batch: Batch, label: Tensor, weight: Tensor, scratch: Scratch
+    ) -> LogisticStep | None:
         """A shorter way to the gradient of the weighted binary cross-entropy, if the model knows one.
 
-        `label` and `weight` are f32[C, B]. Tests compare it with automatic differentiation of `logits`.
+        `label` and `weight` are f32[C, B]. The result may live in `scratch`. Tests compare it with automatic
+        differentiation of `logits`.
         """
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class LogisticStep:
-    """The logits of a batch and the gradients of its weighted cross-entropy, by component."""
+    """The weighted cross-entropy of a batch per client, and its gradients by component."""
 
-    logits: Tensor  # f32[C, B]
+    loss: Tensor  # f32[C]
     gradients: Params
 
 
-def prefix(tensors: Params, clients: int) -> Params:
-    """The first clients of tensors with a client axis."""
-    return {name: tensor[:clients] for name, tensor in tensors.items()}
+class Scratch:
+    """Memory that is used again at every step: fresh memory for each result costs more than many of the operations."""
 
+    def __init__(self) -> None:
+        self._flat: dict[str, Tensor] = {}
+        self.memo: dict[str, Any] = {}  # for whoever wants to prepare a call once for many steps
 
-def single(params: Params) -> Params:
-    """Parameters of one client with the client axis put in front."""
-    return {name: torch.unsqueeze(tensor, 0) for name, tensor in params.items()}
+    def take(self, name: str, *shape: int) -> Tensor:
+        """An uninitialized f32 tensor; the same name gives the same memory."""
+        size = prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or len(flat) < size:
+            flat = self._flat[name] = torch.empty(size)
+        return flat[:size].view(shape)

@@ -1,82 +1,79 @@
-"""The shorter way through the MLP head: its cross-entropy gradients without a graph, for the CPU.
+"""The shorter way through the MLP head: cross-entropy gradients without a graph, for the CPU (`kernels.perceptron`).
 
-Matrix products go to torch; bias, ReLU, the last layer and the masks are one compiled pass each (`recleak.kernels`).
 Tests compare the result with automatic differentiation of `mlp`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from recleak import kernels
-from recleak.models.base import Params
+from recleak.models.base import LogisticStep, Params, Scratch
 
 
 @dataclass(frozen=True, eq=False)
-class HeadStep:
-    """Logits and gradients of one batch per client."""
+class _Call:
+    """A call of the kernel that was prepared for certain tensors: to wrap them anew takes longer than to compute."""
 
-    logits: Tensor  # f32[C, B]
-    head: Params  # gradients of head.*
-    user: Tensor  # f32[C, du]
-    item: Tensor  # f32[C, B, di]
+    user: Tensor
+    item: Tensor
+    result: LogisticStep
+    run: Callable[[Tensor, Tensor], None]
 
 
-def logistic_gradients(params: Params, user: Tensor, item: Tensor, label: Tensor, weight: Tensor) -> HeadStep | None:
-    """Gradients of sum_b weight (cross-entropy of logit b); None where there is no shorter way."""
+def logistic_gradients(
+    params: Params, user_name: str, item_name: str, label: Tensor, weight: Tensor, scratch: Scratch
+) -> LogisticStep | None:
+    """Gradients of the weighted cross-entropy of `mlp(params, user, item)`; None where there is no shorter way.
+
+    The tensors of `params` may be changed in place between calls; if another user or item tensor comes, all are new.
+    """
+    call: _Call | None = scratch.memo.get("perceptron")
+    if call is None or call.user is not params[user_name] or call.item is not params[item_name]:
+        call = _prepare(params, user_name, item_name, scratch)
+        if call is None:
+            return None
+        scratch.memo["perceptron"] = call
+    call.run(label, weight)
+    return call.result
+
+
+def _prepare(params: Params, user_name: str, item_name: str, scratch: Scratch) -> _Call | None:
+    user, item = params[user_name], params[item_name]  # f32[C, d], f32[C, B, d]
     layers = 1
     while f"head.{layers + 1}.weight" in params:
         layers += 1
-    if item.device.type != "cpu" or layers < 2:
+    clients, batch, width = item.shape
+    if item.device.type != "cpu" or layers < 2 or user.shape[1] != width:
         return None
-    clients, batch, width = len(user), item.shape[1], user.shape[1]
-    weights = [params[f"head.{layer}.weight"] for layer in range(1, layers + 1)]
-    biases = [params[f"head.{layer}.bias"] for layer in range(1, layers + 1)]
-    of_user, of_item = weights[0][:, :width], weights[0][:, width:]
-
-    hidden = [item]  # the input of each layer, f32[C, B, *]
-    bias = torch.baddbmm(biases[0].unsqueeze(1), user.unsqueeze(1), of_user).squeeze(1)
-    for layer in range(layers - 1):
-        out = torch.bmm(hidden[-1], of_item if layer == 0 else weights[layer])
-        kernels.add_and_rectify(out.numpy(), bias.numpy())
-        hidden.append(out)
-        bias = biases[layer + 1]
-
-    logits = torch.empty(clients, batch)
-    gradients = {name: torch.empty_like(params[name]) for name in _names(layers)}
-    back, total = torch.empty_like(hidden[-1]), torch.empty(clients, hidden[-1].shape[2])
-    kernels.logistic_output(
-        hidden[-1].numpy(),
-        weights[-1].squeeze(2).numpy(),
-        biases[-1].squeeze(1).numpy(),
-        label.numpy(),
-        weight.numpy(),
-        logits.numpy(),
-        gradients[f"head.{layers}.weight"].squeeze(2).numpy(),
-        gradients[f"head.{layers}.bias"].squeeze(1).numpy(),
-        back.numpy(),
-        total.numpy(),
+    names = [f"head.{layer}.{kind}" for kind in ("weight", "bias") for layer in range(1, layers + 1)]
+    gradients = {name: scratch.take(name, *params[name].shape) for name in (*names, user_name, item_name)}
+    outputs = [params[name].shape[1] for name in names[layers : 2 * layers - 1]]
+    loss = scratch.take("loss", clients)
+    inputs = (
+        _halves(params[names[0]], width).numpy(),
+        tuple(params[name].numpy() for name in names[1:layers]),
+        tuple(params[name].numpy() for name in names[layers:]),
+        tuple(scratch.take(f"hidden {layer}", batch, n).numpy() for layer, n in enumerate(outputs)),
+        tuple(scratch.take(f"back {layer}", batch, n).numpy() for layer, n in enumerate(outputs)),
+        gradients[user_name].numpy(),
+        gradients[item_name].numpy(),
+        _halves(gradients[names[0]], width).numpy(),
+        tuple(gradients[name].numpy() for name in names[1:layers]),
+        tuple(gradients[name].numpy() for name in names[layers:]),
+        loss.numpy(),
     )
-    for layer in range(layers - 1, 1, -1):
-        gradients[f"head.{layer}.bias"] = total
-        torch.bmm(hidden[layer - 1].transpose(1, 2), back, out=gradients[f"head.{layer}.weight"])
-        back = torch.bmm(back, weights[layer - 1].transpose(1, 2))
-        total = torch.empty(clients, back.shape[2])
-        kernels.mask_and_sum(back.numpy(), hidden[layer - 1].numpy(), total.numpy())
-    gradients["head.1.bias"] = total
-    first = gradients["head.1.weight"]
-    torch.mul(user.unsqueeze(2), total.unsqueeze(1), out=first[:, :width])
-    first[:, width:] = torch.bmm(item.transpose(1, 2), back)
-    return HeadStep(
-        logits=logits,
-        head=gradients,
-        user=torch.bmm(total.unsqueeze(1), of_user.transpose(1, 2)).squeeze(1),
-        item=torch.bmm(back, of_item.transpose(1, 2)),
-    )
+    users, items = user.numpy(), item.numpy()
+
+    def run(label: Tensor, weight: Tensor) -> None:
+        kernels.perceptron(users, items, label.numpy(), weight.numpy(), *inputs)
+
+    return _Call(user, item, LogisticStep(loss, gradients), run)
 
 
-def _names(layers: int) -> list[str]:
-    return [f"head.{layer}.{kind}" for layer in range(1, layers + 1) for kind in ("weight", "bias")]
+def _halves(first: Tensor, width: int) -> Tensor:
+    """The first layer with its user half and its item half apart: f32[C, 2 d, n] -> f32[C, 2, d, n]."""
+    return first.view(len(first), 2, width, first.shape[2])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from recleak.models.base import Batch, LogisticStep, Model, Params
+from recleak.models.base import Batch, LogisticStep, Model, Params, Scratch
 from recleak.models.components import Component, FanIn, Init, Normal
 from recleak.models.mlp import head_components, mlp
 from recleak.models.mlp_gradients import logistic_gradients
@@ -37,9 +37,8 @@ class NCF(Model):
         """The head on [user, item]."""
         return mlp(params, params["user"], params["item"])
 
-    def logistic_gradients(self, params: Params, batch: Batch, label: Tensor, weight: Tensor) -> LogisticStep | None:
+    def logistic_gradients(
+        self, params: Params, batch: Batch, label: Tensor, weight: Tensor, scratch: Scratch
+    ) -> LogisticStep | None:
         """Without a graph, on the CPU."""
-        step = logistic_gradients(params, params["user"], params["item"], label, weight)
-        if step is None:
-            return None
-        return LogisticStep(step.logits, {**step.head, "user": step.user, "item": step.item})
+        return logistic_gradients(params, "user", "item", label, weight, scratch)

@@ -3,6 +3,12 @@
 A round is cut into blocks of clients, a block into chunks. Chunks are what an executor trains; a block is what goes
 over the wire as one message and into the sum, always in the order of clients. Blocks do not depend on the executor or
 the chunk, so neither does any bit of the result, and memory is bounded by the block.
+
+A run with a directory is saved there before its first round and every few seconds after a round:
+
+    run.json                 what the run is: all that decides its result
+    checkpoint.safetensors   the shared parameters and the taps' state after a number of rounds
+    clients/                 what clients keep (`training.state`)
 """
 
 from __future__ import annotations
@@ -10,13 +16,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,27 +37,46 @@ from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
 from recleak.defenses.base import check as check_defense
-from recleak.errors import DataError, unknown_name
-from recleak.models.base import Batch, Model, Params
-from recleak.models.components import Component, by_name
+from recleak.errors import unknown_name
+from recleak.models.base import Model, Params
+from recleak.models.components import by_name
 from recleak.progress import Progress
+from recleak.protocols.checks import check_clients, check_features, check_tables
 from recleak.recording import Tap
 from recleak.training.aggregate import Aggregation, Summation, apply
-from recleak.training.cohort import LocalTraining, Task, Trained
+from recleak.training.cohort import DivergedError, LocalTraining, Task, Trained
 from recleak.training.executor import Assignment, Executor, InProcess, Session, Work
 from recleak.training.local import Examples, padded, steps_per_epoch
 from recleak.training.optimizers import ConfigError
 from recleak.training.optimizers import check as check_optimizer
-from recleak.training.state import CheckpointError, ClientStore, read_file, replace_file
-from recleak.update import Update, concatenate
+from recleak.training.personal import first_params, personal_scores
+from recleak.training.state import (
+    CheckpointError,
+    ClientStore,
+    differences,
+    identify,
+    locked,
+    read_file,
+    replace_file,
+)
+from recleak.update import concatenate
 from recleak.wire import Broadcast, Message, Upload
 
 BLOCK = 256  # clients in one message; part of the last bits of a result, so not an option
+_FORMAT = "recleak federated run 1"
+_SCORED = 1 << 26  # bytes of gathered item rows at a time when users are scored
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run; says what is saved and how to continue."""
 
 
 @dataclass(frozen=True)
 class Federated:
-    """Who takes part in a round, how clients train, and what the server does with their answers."""
+    """Who takes part in a round, how clients train, and what the server does with their answers.
+
+    Users without an interaction are no clients: they are never sampled, and `fraction` is a share of the others.
+    """
 
     rounds: int = 100
     fraction: float = 1.0  # of all clients, sampled anew for each round
@@ -63,10 +94,17 @@ class Federated:
             raise ConfigError(f"fraction is {self.fraction}, expected more than 0 and at most 1.")
         if self.clients_per_round is not None and self.clients_per_round < 1:
             raise ConfigError(f"clients_per_round is {self.clients_per_round}, expected at least 1.")
+        if self.clients_per_round is not None and self.fraction != 1:
+            raise ConfigError(
+                f"Got fraction {self.fraction} and clients_per_round {self.clients_per_round}, expected one of them.\n"
+                "  Leave the other one out."
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}, expected at least 0 and less than 1.")
         if self.aggregation not in get_args(Aggregation):
             raise unknown_name("aggregation", self.aggregation, get_args(Aggregation))
+        if not (isfinite(self.server_learning_rate) and self.server_learning_rate > 0):
+            raise ConfigError(f"server_learning_rate is {self.server_learning_rate}, expected a number above 0.")
         self.local.check()
 
     def participants(self, eligible: NDArray[np.int64], round: int, seed: int) -> NDArray[np.int64]:
@@ -76,9 +114,8 @@ class Federated:
             if self.clients_per_round is not None
             else round_half_up(self.fraction * len(eligible))
         )
-        n = min(max(n, 1), len(eligible))
         lot = random.bits(seed, "participants", round, eligible)
-        chosen = np.sort(eligible[np.argsort(lot, kind="stable")[:n]])
+        chosen = np.sort(eligible[np.argsort(lot, kind="stable")[: max(n, 1)]])
         return chosen[random.uniform(seed, "dropout", round, chosen) >= self.dropout]
 
 
@@ -89,7 +126,7 @@ def round_half_up(number: float) -> int:
 
 @dataclass(frozen=True, eq=False)
 class FederatedModel:
-    """The result: global parameters, what clients keep, and how training went. It scores each user with its own state."""
+    """The result: global parameters, what clients keep, how training went. It scores each user with its own state."""
 
     task: Task
     params: Params
@@ -97,48 +134,28 @@ class FederatedModel:
     train: Interactions
     loss: tuple[float, ...]  # mean over the clients of each round; NaN where nobody answered
     clients: tuple[int, ...]  # that answered in each round
+    version: int  # of the store
+    continued: int = 0  # rounds that an earlier call had made
 
     def scores(self, users: Tensor) -> Tensor:
-        """Every item for each of the given users: i64[B] -> f32[B, I]."""
+        """Every item for each of the given users: i64[B] -> f32[B, I]; memory beside the result is bounded."""
+        if self.store.version != self.version:
+            raise CheckpointError(
+                f"Got a model of {len(self.loss)} rounds whose run has gone on in the same directory since, expected "
+                "its clients as they were.\n  Score before you prolong a run, or copy its directory."
+            )
         order, back = torch.unique(users.cpu(), return_inverse=True)
-        return personal_scores(self.task, self.params, self.store.read(order.numpy()), self.train)[back]
+        widest = max([part.size for part in self.task.components if part.storage == "per_item"], default=1)
+        step = max(1, _SCORED // (4 * self.train.n_items * widest))
+        parts = [
+            personal_scores(self.task, self.params, self.store.read(some.numpy()), self._own[some.numpy()])
+            for some in torch.split(order, step)
+        ]
+        return torch.cat(parts)[back.to(parts[0].device)]
 
-
-def personal_scores(task: Task, params: Params, kept: Update, train: Interactions) -> Tensor:
-    """The scores that C clients give all items with the global parameters and what they keep, f32[C, I]."""
-    device = next(iter(params.values())).device
-    client, clients, n_items = kept.client.to(device), kept.n_clients, kept.n_items
-    own = torch.from_numpy(train.matrix()[kept.client.numpy()].toarray() > 0).to(device)  # bool[C, I]
-    mine: Params = {}
-    for part in task.components:
-        if part.storage == "per_item":
-            table = params[part.name] if part.shared else part.draw(task.seed, np.arange(n_items)).to(device)
-            mine[part.name] = table.expand(clients, *table.shape)
-            if not part.shared and len(kept.item):
-                mine[part.name] = mine[part.name].clone()
-                mine[part.name][kept.owner.to(device), kept.item.to(device)] = kept.rows[part.name].to(device)
-        elif not part.shared:
-            mine[part.name] = kept.values[part.name].to(device)
-        elif part.storage == "per_user":
-            mine[part.name] = params[part.name][client]
-        else:
-            mine[part.name] = params[part.name].expand(clients, *params[part.name].shape)
-    features = None if task.item_features is None else task.item_features.to(device)
-    each = own.float()
-    with torch.no_grad():
-        batch = Batch(
-            own=own,
-            degree=each.sum(1),
-            neighbors={
-                part.name: torch.einsum("ci,ci...->c...", each, mine[part.name])
-                for part in task.components
-                if part.storage == "per_item" and task.model.reads_neighbors
-            },
-            user_features=None if task.user_features is None else task.user_features.to(device)[client],
-            item_features=None if features is None else features.expand(clients, *features.shape),
-            neighbor_features=None if features is None else each @ features,
-        )
-        return task.model.logits(mine, batch)
+    @cached_property
+    def _own(self) -> sp.csr_array:
+        return self.train.matrix()
 
 
 def train_federated(
@@ -160,29 +177,34 @@ def train_federated(
 ) -> FederatedModel:
     """Train `model` on the interactions of each user as one client.
 
-    `taps` receive every message of the wire. With a `directory` the run is checkpointed, and calling again with the
-    same arguments continues it, with the same result to the bit. Items of `spare` (for instance the test part) are never
-    drawn as negatives, as some published codes do.
+    `taps` receive every message of the wire in order; they are closed after the last round, and not if a run fails.
+    With a `directory` the run is checkpointed. Calling again with the same arguments continues it, whenever it was
+    killed or interrupted, with the same result to the bit; with more rounds it prolongs a finished run. Without one,
+    an interrupted run leaves nothing, and its taps cannot be used again. Items of `spare` (for instance the test part)
+    are never drawn as negatives, as some published codes do.
     """
-    run = _Run(
-        protocol, model, train, defense or Defense(), tuple(taps), chunk, seed, spare, user_features, directory, device
-    )
-    try:
-        with (
-            (executor or InProcess()).open(run.assignment) as session,
-            Progress(protocol.rounds, run.round, shown=show_progress) as progress,
-        ):
-            saved = time.monotonic()
-            while run.round < protocol.rounds:
-                progress.round(run.step(session), run.loss[-1], run.clients[-1])
-                if time.monotonic() - saved >= checkpoint_seconds:
-                    run.save()
-                    saved = time.monotonic()
-        run.save()
-    finally:
-        for tap in taps:
-            tap.close()
-    return FederatedModel(run.task, run.params, run.store, run.train, tuple(run.loss), tuple(run.clients))
+    with nullcontext() if directory is None else locked(directory):
+        run = _Run(
+            protocol,
+            model,
+            train,
+            defense or Defense(),
+            tuple(taps),
+            chunk,
+            seed,
+            spare,
+            user_features,
+            directory,
+            device,
+        )
+        try:
+            run.walk(executor or InProcess(), checkpoint_seconds, show_progress)
+            for tap in taps:
+                tap.close()
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted(run.after_interrupt()) from interrupt
+    loss, clients = tuple(run.loss), tuple(run.clients)
+    return FederatedModel(run.task, run.params, run.store, run.train, loss, clients, run.store.version, run.continued)
 
 
 class _Run:
@@ -209,26 +231,50 @@ class _Run:
         by_name(components)
         check_defense(defense, components)
         check_optimizer(protocol.local.optimizer, set(by_name(components)))
-        if user_features is None and model.needs_user_features:
-            raise ConfigError(f"{type(model).__name__} needs user features; see recleak.data.features.user_features.")
-        if user_features is not None and len(user_features) != train.n_users:
-            raise ConfigError(f"Got features of {len(user_features):,} users, expected {train.n_users:,}.")
+        check_tables(components, train)
+        check_features(model, user_features, train)
         self.protocol, self.taps, self.chunk, self.seed = protocol, taps, chunk, seed
         self.directory, self.device, self.train = directory, device, train.distinct()
         self.eligible = np.flatnonzero(self.train.activity).astype(np.int64)
-        if not len(self.eligible):
-            raise DataError("No user has an interaction to train on", remedy="Check the data and the split.")
         local = protocol.local
         examples = Examples.of(
             self.train, negatives=local.negatives, loss=local.loss, resample=local.resample, spare=spare, seed=seed
         )
+        check_clients(protocol.clients_per_round, self.eligible, examples)
         self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
         self.assignment = Assignment(self.task, examples)
         self.round, self.loss, self.clients = 0, list[float](), list[int]()
+        self.saved: int | None = None  # the rounds in the checkpoint
         self.params = first_params(components, train.n_users, train.n_items, seed, device)
-        self._load(spare)
+        self._load(describe(protocol, self.task, self.train, spare, taps))
         self.store = ClientStore(
             components, local.optimizer, train.n_users, train.n_items, seed, directory, committed=self.round
+        )
+        self.continued = self.round
+        if self.saved is None:
+            self.save()  # now: taps that have heard a part of the first round can go back to their beginning
+
+    def walk(self, executor: Executor, checkpoint_seconds: float, show_progress: bool) -> None:
+        """All rounds that are left."""
+        rounds = self.protocol.rounds
+        if self.round == rounds:
+            return
+        with executor.open(self.assignment) as session, Progress(rounds, self.round, shown=show_progress) as progress:
+            saved = time.monotonic()
+            while self.round < rounds:
+                progress.round(self.step(session), self.loss[-1], self.clients[-1])
+                if self.round == rounds or time.monotonic() - saved >= checkpoint_seconds:
+                    self.save()
+                    saved = time.monotonic()
+
+    def after_interrupt(self) -> str:
+        """What to say after Ctrl-C."""
+        where = f"Interrupted after {self.round:,} of {self.protocol.rounds:,} rounds"
+        if self.directory is None:
+            return f"{where}; nothing is kept.\n  Give the run a directory, and it can be continued."
+        return (
+            f"{where}; {self.saved or 0:,} rounds are saved in {self.directory}.\n"
+            "  Run it again with the same settings to continue."
         )
 
     # One round.
@@ -243,25 +289,33 @@ class _Run:
         blocks = [participants[start : start + BLOCK] for start in range(0, len(participants), BLOCK)]
         chunks = [self._chunks(block, session.width) for block in blocks]
         works = (Work(self.round, self.store.read(chunk).to(self.device)) for cut in chunks for chunk in cut)
-        results = session.map(self.params, works)
-        for cut in chunks:
-            block = _in_order([next(results) for _ in cut])
-            self.store.write(block.kept.to("cpu"))
-            weight = self._weights(block.update.client)
-            if not self.task.defense.secure_aggregation:
-                self._send(Upload(self.round, block.update, weight))
-            total.add(block.update, weight)
-            loss += float(block.loss.sum(dtype=torch.float64))
-        for _ in results:
-            raise AssertionError("as many results as chunks")
-        aggregate = total.result(self.round)
+        with closing(session.map(self.params, works)) as results:
+            for cut in chunks:
+                block = _in_order(list(islice(results, len(cut))))
+                self.store.write(block.kept.to("cpu"))
+                weight = self._weights(block.update.client)
+                if not self.task.defense.secure_aggregation:
+                    self._send(Upload(self.round, block.update, weight))
+                total.add(block.update, weight)
+                loss += float(block.loss.sum(dtype=torch.float64))
         if len(participants):
+            aggregate = total.result(self.round)
             self._send(aggregate)
             self.params = apply(self.params, aggregate, protocol.aggregation, protocol.server_learning_rate)
+            self._require_finite(len(participants))
         self.loss.append(loss / len(participants) if len(participants) else float("nan"))
         self.clients.append(len(participants))
         self.round += 1
         return self.round
+
+    def _require_finite(self, clients: int) -> None:
+        broken = [name for name, value in self.params.items() if not bool(torch.isfinite(value).all())]
+        if broken:
+            raise DivergedError(
+                f"Round {self.round}: {', '.join(broken)} is not finite after the updates of {clients:,} clients.\n"
+                f"  Lower the learning rate ({self.protocol.local.optimizer.learning_rate}), or use aggregation "
+                "'mean': 'sum' multiplies every step by the number of clients."
+            )
 
     def _weights(self, client: Tensor) -> Tensor:
         if self.protocol.aggregation != "weighted":
@@ -295,45 +349,67 @@ class _Run:
         self.store.flush()
         tensors = {f"params {name}": value.cpu() for name, value in self.params.items()}
         for position, tap in enumerate(self.taps):
-            tensors |= {f"tap {position} {name}": value for name, value in tap.state().items()}
+            tensors |= {f"tap {position} {name}": value.clone() for name, value in tap.state().items()}
         about = {"run": self.fingerprint, "round": self.round, "loss": self.loss, "clients": self.clients}
         replace_file(self.directory / "checkpoint.safetensors", tensors, about)
         self.store.commit(self.round)
+        self.saved = self.round
 
-    def _load(self, spare: tuple[Interactions, ...]) -> None:
+    def _load(self, config: dict[str, Any]) -> None:
         """Continue from the checkpoint in the directory, if there is one and it is of this very run."""
         if self.directory is None:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        config = describe(self.protocol, self.task, self.train, spare, len(self.taps))
-        self.fingerprint = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+        text = json.dumps(config, indent=2)
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        before = _earlier(self.directory)
         file = self.directory / "checkpoint.safetensors"
-        if not file.exists():
-            (self.directory / "run.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if not file.exists():  # nothing was sent yet
+            _begin(self.directory, text)
             return
         tensors, about = read_file(file)
         if about.get("run") != self.fingerprint:
+            changed = "; ".join(islice(differences(before, json.loads(text)), 4)) or "its run.json was changed"
             raise CheckpointError(
-                f"{self.directory} holds a run of something else: {_difference(self.directory / 'run.json', config)}.\n"
+                f"{self.directory} holds a run of something else: {changed}.\n"
                 "  Give the same settings to continue it, or another directory."
             )
         self.round, self.loss, self.clients = about["round"], about["loss"], about["clients"]
+        if self.round > self.protocol.rounds:
+            raise CheckpointError(
+                f"{self.directory} holds {self.round:,} rounds, expected at most the {self.protocol.rounds:,} asked "
+                "for.\n  Ask for as many rounds or more, or give another directory."
+            )
         self.params = {name: tensors[f"params {name}"].to(self.device) for name in self.params}
         for position, tap in enumerate(self.taps):
             mark = f"tap {position} "
             tap.restore({name.removeprefix(mark): value for name, value in tensors.items() if name.startswith(mark)})
+        self.saved = self.round
 
 
-def first_params(
-    components: tuple[Component, ...], n_users: int, n_items: int, seed: int, device: torch.device | str = "cpu"
-) -> Params:
-    """The shared components before the first round."""
-    rows = {"per_user": np.arange(n_users), "per_item": np.arange(n_items)}
-    return {
-        part.name: (part.draw(seed)[0] if part.storage == "dense" else part.draw(seed, rows[part.storage])).to(device)
-        for part in components
-        if part.shared
-    }
+def _earlier(directory: Path) -> dict[str, Any]:
+    """What run.json says of a run in the directory; empty if there is none. A directory of other things is refused."""
+    file = directory / "run.json"
+    others = [each.name for each in directory.iterdir() if each.name not in (".lock", "run.json.partial")]
+    if not others:
+        return {}
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = None
+    if not isinstance(before, dict) or before.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{directory} holds other things ({', '.join(sorted(others)[:3])}), expected a run or an empty directory.\n"
+            "  Nothing is overwritten: give another directory."
+        )
+    return before
+
+
+def _begin(directory: Path, config: str) -> None:
+    """A directory for a new run; what a run left that was killed before its first checkpoint goes."""
+    shutil.rmtree(directory / "clients", ignore_errors=True)
+    partial = directory / "run.json.partial"
+    partial.write_text(config + "\n", encoding="utf-8")
+    partial.replace(directory / "run.json")
 
 
 def _in_order(results: list[Trained]) -> Trained:
@@ -345,31 +421,25 @@ def _in_order(results: list[Trained]) -> Trained:
 
 
 def describe(
-    protocol: Federated, task: Task, train: Interactions, spare: tuple[Interactions, ...], taps: int
+    protocol: Federated, task: Task, train: Interactions, spare: tuple[Interactions, ...], taps: Sequence[Tap]
 ) -> dict[str, Any]:
     """All that decides the result, but for the number of rounds: a finished run may be prolonged."""
-    settings = dataclasses.asdict(protocol)
+    settings = {each.name: getattr(protocol, each.name) for each in dataclasses.fields(protocol)}
     del settings["rounds"]
-    return {
+    parts = {
+        "format": _FORMAT,
         "protocol": settings,
-        "model": repr(task.model),
-        "components": [repr(part) for part in task.components],
-        "defense": repr(task.defense),
+        "block": BLOCK,
+        "model": task.model,
+        "components": {part.name: part for part in task.components},
+        "defense": task.defense,
         "seed": task.seed,
-        "train": train.fingerprint,
-        "spare": [part.fingerprint for part in spare],
-        "taps": taps,
-        "features": None
-        if task.user_features is None
-        else hashlib.sha256(task.user_features.numpy().tobytes()).hexdigest(),
+        "train": train,
+        "spare": spare,
+        "user_features": task.user_features,
+        "taps": [
+            {"class": type(tap), "attack": getattr(tap, "attack", None), "vantage": getattr(tap, "vantage", None)}
+            for tap in taps
+        ],
     }
-
-
-def _difference(file: Path, config: dict[str, Any]) -> str:
-    """The settings that differ from those of an earlier run, for an error message."""
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return "its run.json cannot be read"
-    changed = [key for key in config if before.get(key) != json.loads(json.dumps(config[key]))]
-    return "; ".join(f"{key} was {str(before.get(key))[:120]}, now {str(config[key])[:120]}" for key in changed)
+    return {name: identify(part) for name, part in parts.items()}

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from recleak.defenses.base import Defense, hooks
 from recleak.errors import RecleakError
-from recleak.models.base import Batch, Model, Params
+from recleak.models.base import Batch, Model, Params, Scratch
 from recleak.models.components import Component
 from recleak.streams import Streams
 from recleak.training.local import LocalData, Loss, held_rows, plan, steps_per_epoch
@@ -33,9 +33,8 @@ from recleak.training.optimizers import (
     IdleMoves,
     LazyRows,
     Optimizer,
-    adam_all_,
+    Stepper,
     learning_rate,
-    step_,
 )
 from recleak.update import Update
 
@@ -151,6 +150,7 @@ class _Visit:
         self.age = kept.values[AGE].clone() if optimizer.keep else None
         self.moments = self._first_moments(kept)
         self.batches = _Batches(self)
+        self.scratch = Scratch()
 
     @property
     def _compares(self) -> bool:
@@ -222,37 +222,43 @@ class _Visit:
             return "table"
         if isinstance(self.optimizer, SGD):
             return "table" if self.optimizer.momentum else "direct"
-        return "lazy" if self.device.type == "cpu" and not self.optimizer.keep else "table"
+        lazy = self.device.type == "cpu" and not self.optimizer.keep and self.optimizer.beta2 > 0
+        return "lazy" if lazy else "table"
 
     def walk(self) -> Tensor:
         """All steps of all clients; the mean loss of each, f32[C]."""
         active = [*self.plan.active.tolist(), 0]
         loss = torch.zeros(len(self.client), device=self.device)
         strategy = self._strategy
-        moves = (
-            {rate: IdleMoves(self.optimizer, rate, len(active)) for rate in {self.rates[n] for n in self.rows}}
-            if strategy == "lazy" and isinstance(self.optimizer, Adam)
-            else {}
-        )
-        rows: dict[str, LazyRows | DirectRows] = {
-            name: LazyRows(value, moves[self.rates[name]])
-            if strategy == "lazy"
-            else DirectRows(value, self.rates[name])
-            for name, value in self.rows.items()
-        }
-        for step in range(len(active) - 1):
-            now = active[step]
+        moves: dict[float, IdleMoves] = {}
+        rows: dict[str, LazyRows | DirectRows] = {}
+        for name, value in self.rows.items():
+            if strategy == "lazy" and isinstance(self.optimizer, Adam):
+                rate = self.rates[name]
+                moves.setdefault(rate, IdleMoves(self.optimizer, rate, len(active)))
+                rows[name] = LazyRows(value, moves[rate])
+                self.rows[name] = rows[name].value
+            else:
+                rows[name] = DirectRows(value, self.rates[name])
+        for step, now in enumerate(active[:-1]):
+            if step == 0 or now < active[step - 1]:
+                whole = self._now(now)
+                steppers = [(self._stepper(whole.values, now), None if self.age is None else self.age[:now])]
+                if strategy == "table":
+                    age = None if self.age is None else self.age[whole.owner]
+                    steppers.append((self._stepper(whole.rows, len(whole.item)), age))
             batch = self.batches.at(step, now)
-            params = {name: value[:now] for name, value in self.values.items()}
+            params = dict(whole.values)
             for name, reader in rows.items():
-                params[name] = reader.read(batch.row).view(now, -1, *self.rows[name].shape[1:])
+                params[name] = reader.read(batch.row)
             gradients = self._gradients(params, batch, loss[:now])
             if strategy == "table":
-                self._step_table(step, now, batch, gradients)
+                gradients = self._of_all_rows(step, whole, batch, gradients)
             else:
                 for name, reader in rows.items():
-                    reader.step(batch.row, gradients[name].reshape(-1, *self.rows[name].shape[1:]))
-                self._step_values(step, now, gradients)
+                    reader.step(batch.row, gradients[name])
+            for stepper, age in steppers:
+                stepper.step(gradients, step + 1 if age is None else age + step + 1)
             for table in moves.values():
                 table.advance()
             if active[step + 1] < now:  # these clients are done
@@ -266,9 +272,9 @@ class _Visit:
     def _gradients(self, params: Params, batch: _Step, loss: Tensor) -> Params:
         """Of each client's loss with respect to its parameters; the loss itself is added to `loss`, f32[A]."""
         if self.task.training.loss == "bce":
-            short = self.task.model.logistic_gradients(params, batch.inputs, batch.label, batch.weight)
+            short = self.task.model.logistic_gradients(params, batch.inputs, batch.label, batch.weight, self.scratch)
             if short is not None:
-                loss += cross_entropy(short.logits, batch.label, batch.weight)
+                loss += short.loss
                 return short.gradients
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sums = {name: value.detach().requires_grad_() for name, value in batch.inputs.neighbors.items()}
@@ -281,56 +287,32 @@ class _Visit:
         loss += each.detach()
         inputs = {**leaves, **{f"{name}{_SUM}": value for name, value in sums.items()}}
         gradients = torch.autograd.grad(each.sum(), list(inputs.values()), allow_unused=True, materialize_grads=True)
-        return dict(zip(inputs, gradients, strict=True))
+        return dict(zip(inputs, (g.clone(memory_format=torch.contiguous_format) for g in gradients), strict=True))
 
-    def _step_values(self, step: int, now: int, gradients: Params) -> None:
-        """One optimizer step of the tensors with a client axis."""
-        values = {name: value[:now] for name, value in self.values.items()}
-        moments = {name: [moment[:now] for moment in self.moments[name]] for name in values}
-        if isinstance(self.optimizer, Adam) and self.age is None and values:
-            adam_all_(
-                self.optimizer,
-                [self.rates[name] for name in values],
-                list(values.values()),
-                [gradients[name] for name in values],
-                list(moments.values()),
-                step + 1,
-            )
-            return
-        time = step + 1 if self.age is None else self.age[:now] + step + 1
-        for name, value in values.items():
-            step_(self.optimizer, self.rates[name], value, gradients[name], moments[name], time)
+    def _stepper(self, tensors: Params, length: int) -> Stepper:
+        moments = {name: [moment[:length] for moment in self.moments[name]] for name in tensors}
+        return Stepper(self.optimizer, self.rates, tensors, moments)
 
-    def _step_table(self, step: int, now: int, batch: _Step, gradients: Params) -> None:
-        """One optimizer step of everything that the active clients hold."""
-        n = int(self.held.offset[now])
-        row = self._put(batch.row)
-        whole = self._now(now)
+    def _of_all_rows(self, step: int, whole: Update, batch: _Step, gradients: Params) -> Params:
+        """The gradients with respect to all rows that the active clients hold, after the hooks."""
+        now = whole.n_clients
+        row = self._put(batch.row.reshape(-1))
         own, owner = self.batches.own(now)
+        rows = {}
         for name, value in whole.rows.items():
-            total = torch.zeros_like(value).index_add_(0, row, gradients[name].reshape(len(row), *value.shape[1:]))
+            rows[name] = torch.zeros_like(value).index_add_(0, row, gradients[name].reshape(len(row), *value.shape[1:]))
             if (through := gradients.get(f"{name}{_SUM}")) is not None:
-                total.index_add_(0, own, through.index_select(0, owner))
-            gradients[name] = total
-        all_of_it = replace(
-            whole,
-            values={name: gradients[name] for name in whole.values},
-            rows={name: gradients[name] for name in whole.rows},
-        )
+                rows[name].index_add_(0, own, through.index_select(0, owner))
+        gradient = replace(whole, values={name: gradients[name] for name in whole.values}, rows=rows)
         if "penalty" in self.used:
-            all_of_it = self._with_penalty(all_of_it, now)
+            gradient = self._with_penalty(gradient)
         if "gradient" in self.used:
-            moment = torch.full((now,), step, device=self.device)
-            streams = self.streams.select(torch.arange(now)).at(moment)
-            all_of_it = self.task.defense.gradient(all_of_it, streams.within("gradient"))
-        self._step_values(step, now, all_of_it.values)
-        time = step + 1 if self.age is None else self.age[whole.owner] + step + 1
-        for name, value in whole.rows.items():
-            moments = [moment[:n] for moment in self.moments[name]]
-            step_(self.optimizer, self.rates[name], value, all_of_it.rows[name], moments, time)
+            streams = self.streams.select(torch.arange(now)).at(step)
+            gradient = self.task.defense.gradient(gradient, streams.within("gradient"))
+        return {**gradient.values, **gradient.rows}
 
-    def _with_penalty(self, gradient: Update, now: int) -> Update:
-        moved = self.moved(now).map(lambda _, tensor, __: tensor.detach().requires_grad_())
+    def _with_penalty(self, gradient: Update) -> Update:
+        moved = self.moved(gradient.n_clients).map(lambda _, tensor, __: tensor.detach().requires_grad_())
         penalty = self.task.defense.penalty(moved)
         if penalty is None:
             return gradient
@@ -412,7 +394,7 @@ class _Visit:
 class _Step:
     """The batches of the active clients at one step; with a pairwise loss the preferred items come first."""
 
-    row: NDArray[np.int64]  # i64[A * B]: places in the flat table
+    row: NDArray[np.int64]  # i64[A, B]: places in the flat table
     label: Tensor  # f32[A, B]
     weight: Tensor  # f32[A, B]; with a pairwise loss f32[A, B / 2]
     inputs: Batch
@@ -424,15 +406,21 @@ class _Batches:
     def __init__(self, visit: _Visit) -> None:
         self.visit, held, task, device = visit, visit.held, visit.task, visit.device
         clients = len(visit.client)
+        example = visit.plan.example  # i64[S, C, B]
+        label = visit.data.label[example]
+        self._row = held.of_item[example]
+        if held.of_against is not None:
+            self._row = np.concatenate([self._row, held.of_against[example]], axis=2)
+            label = np.concatenate([label, np.zeros_like(label)], axis=2)
+        self._label = torch.from_numpy(label).to(device)
+        self._weight = torch.from_numpy(visit.plan.weight).to(device)
+        is_own = np.zeros(len(held.item), bool)
+        is_own[held.own] = True
+        self._is_own = torch.from_numpy(is_own[self._row]).to(device)
         self.degree = torch.from_numpy(np.diff(held.own_offset).astype(np.float32)).to(device)
         self._own = visit._put(held.own)
         self._own_owner = torch.repeat_interleave(torch.arange(clients, device=device), self.degree.long())
-        self.features = None
-        if task.user_features is not None:
-            features = task.user_features.to(device)[visit.client]
-            if "features" in visit.used:
-                features = task.defense.features(features, visit.streams.within("features"))
-            self.features = features
+        self.features = features_of(task, visit.client)
         self.item_features = None if task.item_features is None else task.item_features.to(device)[visit.item]
         self.neighbor_features = None if self.item_features is None else self._sum(self.item_features, clients)
 
@@ -447,26 +435,32 @@ class _Batches:
 
     def at(self, step: int, now: int) -> _Step:
         """The batches of the first `now` clients."""
-        visit, held = self.visit, self.visit.held
-        example = visit.plan.example[step, :now]  # i64[A, B]
-        row, label = held.of_item[example], visit.data.label[example]
-        if held.of_against is not None:
-            row = np.concatenate([row, held.of_against[example]], axis=1)
-            label = np.concatenate([label, np.zeros_like(label)], axis=1)
-        row = row.reshape(-1)
-        labels = torch.from_numpy(label).to(visit.device)
-        reads = visit.task.model.reads_neighbors
+        visit = self.visit
+        row, label, weight = self._row[step, :now], self._label[step, :now], self._weight[step, :now]
+        own, reads, features = self._is_own[step, :now], visit.task.model.reads_neighbors, self.item_features
+        if not reads and features is None and self.features is None:
+            return _Step(row, label, weight, Batch(own, self.degree[:now]))
         inputs = Batch(
-            own=labels > 0,
+            own=own,
             degree=self.degree[:now],
             neighbors={name: self._sum(value, now) for name, value in visit.rows.items()} if reads else {},
             user_features=None if self.features is None else self.features[:now],
             item_features=None
-            if self.item_features is None
-            else self.item_features.index_select(0, visit._put(row)).view(now, -1, self.item_features.shape[1]),
+            if features is None
+            else features.index_select(0, visit._put(row.reshape(-1))).view(now, -1, features.shape[1]),
             neighbor_features=None if self.neighbor_features is None else self.neighbor_features[:now],
         )
-        return _Step(row, labels, torch.from_numpy(visit.plan.weight[step, :now]).to(visit.device), inputs)
+        return _Step(row, label, weight, inputs)
+
+
+def features_of(task: Task, client: Tensor) -> Tensor | None:
+    """The user features that clients work with, f32[C, F]: a defense changes them once, and not anew in each round."""
+    if task.user_features is None:
+        return None
+    features = task.user_features.to(client.device)[client]
+    if "features" in hooks(task.defense):
+        features = task.defense.features(features, Streams.simulated(task.seed, 0, client).within("features"))
+    return features
 
 
 def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor) -> Tensor:

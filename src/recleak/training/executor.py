@@ -7,11 +7,14 @@ torch thread per chunk: small products gain more from chunks side by side than f
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
+import pickle
 import signal
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,12 +27,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from recleak.errors import RecleakError
+from recleak.errors import DataError, RecleakError
 from recleak.models.base import Params
 from recleak.training.cohort import Task, Trained, train
 from recleak.training.local import Examples
+from recleak.training.optimizers import ConfigError
 from recleak.update import Update
 
 A = TypeVar("A")
@@ -62,8 +67,8 @@ class Session(Protocol):
 
     width: int  # how many chunks run side by side
 
-    def map(self, received: Params, works: Iterable[Work]) -> Iterator[Trained]:
-        """The results in the order of the works; a few are under way at a time."""
+    def map(self, received: Params, works: Iterable[Work]) -> Generator[Trained, None, None]:
+        """The results in the order of the works; a few are under way at a time. Closing it gives up on the rest."""
         ...
 
 
@@ -88,15 +93,22 @@ class InProcess:
 
     @contextmanager
     def open(self, assignment: Assignment) -> Iterator[Session]:
-        """torch uses one thread per operation while the session lasts."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        width = self.threads or cores()
-        try:
-            with ThreadPoolExecutor(width, thread_name_prefix="recleak") as pool:
-                yield _ThreadSession(assignment, pool, width)
-        finally:
-            torch.set_num_threads(before)
+        """torch and BLAS use one thread per operation while the session lasts."""
+        width = _width("threads", self.threads)
+        with one_thread(), ThreadPoolExecutor(width, thread_name_prefix="recleak") as pool:
+            yield _ThreadSession(assignment, pool, width)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread per operation, in torch and in the BLAS of the kernels: results depend on it in their last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass
@@ -105,30 +117,73 @@ class _ThreadSession:
     pool: Pool
     width: int
 
-    def map(self, received: Params, works: Iterable[Work]) -> Iterator[Trained]:
+    def map(self, received: Params, works: Iterable[Work]) -> Generator[Trained, None, None]:
         return _ordered(self.pool, lambda work: self.assignment.do(received, work), works, self.width)
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Local worker processes of one thread each, one per core by default. They start once and stay for the session."""
+    """Local worker processes of one thread each, one per core by default. They start once and stay for the session.
+
+    A script that uses them needs `if __name__ == "__main__":`, as with all of Python's processes.
+    """
 
     processes: int | None = None
 
     @contextmanager
     def open(self, assignment: Assignment) -> Iterator[Session]:
-        """The assignment travels once; broadcasts go through a file, results come back as arrays."""
-        width = self.processes or cores()
-        with (
-            tempfile.TemporaryDirectory(prefix="recleak-") as folder,
-            ProcessPoolExecutor(
+        """The assignment and broadcasts go through files, results come back as arrays."""
+        width = _width("processes", self.processes)
+        with tempfile.TemporaryDirectory(prefix="recleak-") as folder:
+            file = Path(folder) / "assignment"
+            _write_assignment(assignment, file)
+            pool = ProcessPoolExecutor(
                 width,
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin,
-                initargs=(assignment,),
-            ) as pool,
-        ):
-            yield _WorkerSession(pool, width, Path(folder))
+                initargs=(str(file),),
+            )
+            try:
+                with _interrupts_wait():
+                    for _ in range(width):  # all of them start now, side by side
+                        pool.submit(_nothing)
+                yield _WorkerSession(pool, width, Path(folder))
+            except BaseException:
+                for process in list((pool._processes or {}).values()):
+                    process.terminate()
+                raise
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def _width(what: str, given: int | None) -> int:
+    if given is not None and given < 1:
+        raise ConfigError(f"{what} is {given}, expected at least 1; None means one per core.")
+    return cores() if given is None else given
+
+
+def _write_assignment(assignment: Assignment, file: Path) -> None:
+    try:
+        with open(file, "wb") as opened:
+            pickle.dump(assignment, opened)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"Got a model, defense or optimizer that cannot be sent to a worker process ({error}).\n"
+            "  Define its classes and functions at the top level of a module, or use the executor InProcess."
+        ) from error
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C is delivered after the block; processes started in it never get it, as it is their parent's business."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -138,7 +193,12 @@ class _WorkerSession:
     folder: Path
     broadcasts: int = 0
 
-    def map(self, received: Params, works: Iterable[Work]) -> Iterator[Trained]:
+    def map(self, received: Params, works: Iterable[Work]) -> Generator[Trained, None, None]:
+        if away := [name for name, tensor in received.items() if tensor.device.type != "cpu"]:
+            raise ConfigError(
+                f"Got {away[0]} on {received[away[0]].device}, expected cpu: worker processes have no other device.\n"
+                "  Use the executor InProcess."
+            )
         self.broadcasts += 1
         file = self.folder / f"{self.broadcasts}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in received.items()}, file)
@@ -148,22 +208,38 @@ class _WorkerSession:
                 yield Trained(_update(update), _update(kept), _tensor(loss), steps)
         except BrokenProcessPool as error:
             raise RecleakError(
-                "A worker process died.\n  If memory ran out, use smaller chunks or fewer processes."
+                "A worker process died.\n"
+                "  If memory ran out, use smaller chunks or fewer processes; if this is a script, see that it starts "
+                'with `if __name__ == "__main__":`; or use the executor InProcess.'
             ) from error
         finally:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
 _assignment: Assignment | None = None  # of this worker process
 _received: tuple[str, Params] = ("", {})
 
 
-def _begin(assignment: Assignment) -> None:
-    """A worker process starts: one thread, and the interrupt is its parent's business."""
+def _begin(file: str) -> None:
+    """A worker process starts: one thread, no interrupts, and it ends with its parent."""
     global _assignment
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    _assignment = assignment
+    threadpool_limits(1)  # for good: nothing undoes it
+    with open(file, "rb") as opened:
+        _assignment = pickle.load(opened)  # noqa: S301 (our parent wrote it a moment ago, into a folder of its own)
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot say that it is gone."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _nothing() -> None:
+    """The first job of a worker process, so that it starts."""
 
 
 def _work(job: tuple[str, int, Arrays]) -> tuple[Arrays, Arrays, NDArray[np.float32], int]:
@@ -173,8 +249,11 @@ def _work(job: tuple[str, int, Arrays]) -> tuple[Arrays, Arrays, NDArray[np.floa
     if _assignment is None:
         raise AssertionError("the worker has begun")
     if _received[0] != file:
-        _received = (file, load_file(file))
-    trained = _assignment.do(_received[1], Work(round, _update(kept)))
+        _received = (file, {name: tensor.clone() for name, tensor in load_file(file).items()})  # torch's own alignment
+    try:
+        trained = _assignment.do(_received[1], Work(round, _update(kept)))
+    except DataError as error:  # it has no form in bytes
+        raise RecleakError(str(error)) from None
     return _arrays(trained.update), _arrays(trained.kept), trained.loss.numpy(), trained.steps
 
 
@@ -206,7 +285,7 @@ def _tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _ordered(pool: Pool, function: Callable[[A], R], items: Iterable[A], width: int) -> Iterator[R]:
+def _ordered(pool: Pool, function: Callable[[A], R], items: Iterable[A], width: int) -> Generator[R, None, None]:
     """Results in the order of the items, with at most twice as many under way as can run at a time."""
     waiting: deque[Future[R]] = deque()
     try:

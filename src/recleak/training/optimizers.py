@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recleak import kernels
 from recleak.errors import RecleakError
+from recleak.models.base import Params
 from recleak.models.components import require_names
 
 
@@ -88,82 +89,66 @@ def learning_rate(optimizer: Optimizer, component: str) -> float:
     return optimizer.learning_rates.get(component, optimizer.learning_rate)
 
 
-def step_(
-    optimizer: Optimizer,
-    rate: float,
-    value: Tensor,
-    gradient: Tensor,
-    moments: list[Tensor],
-    time: int | Tensor,
+class Stepper:
+    """An optimizer at work on some tensors with a leading axis, in place. Moments are given and changed in place too.
+
+    Each number is treated by itself. (torch's fused Adam gives the last numbers of a tensor, those that do not fill a
+    register, other last bits than the rest, and which those are would depend on the chunk.)
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, rates: Mapping[str, float], values: Params, moments: Mapping[str, list[Tensor]]
+    ) -> None:
+        """Tensors and their moments by component."""
+        self._optimizer, self._rates, self._values, self._moments = optimizer, rates, values, moments
+        self._flat = {
+            name: [tensor.view(-1).numpy() for tensor in (value, *moments[name])]
+            for name, value in values.items()
+            if value.device.type == "cpu" and isinstance(optimizer, Adam)
+        }
+
+    def step(self, gradients: Params, time: int | Tensor) -> None:
+        """One step; `time` counts steps from 1, for all or for each entry of the leading axis."""
+        optimizer = self._optimizer
+        for name, value in self._values.items():
+            rate = self._rates[name]
+            if name in self._flat and isinstance(optimizer, Adam) and isinstance(time, int):
+                kernels.adam_numbers(
+                    *self._flat[name],
+                    gradients[name].reshape(-1).numpy(),
+                    _step_sizes(optimizer, rate, time),
+                    optimizer.beta1,
+                    optimizer.beta2,
+                    optimizer.weight_decay,
+                )
+            else:
+                _step(optimizer, rate, value, gradients[name], self._moments[name], time)
+
+
+def _step(
+    optimizer: Optimizer, rate: float, value: Tensor, gradient: Tensor, moments: list[Tensor], time: int | Tensor
 ) -> None:
-    """One step in place on a tensor with a leading axis; `time` counts steps from 1, for all or for each entry."""
+    """The same with torch operations, on any device."""
+    if optimizer.weight_decay:
+        gradient = gradient + optimizer.weight_decay * value
     if isinstance(optimizer, SGD):
-        if optimizer.weight_decay:
-            gradient = gradient + optimizer.weight_decay * value
         if optimizer.momentum:
             gradient = moments[0].mul_(optimizer.momentum).add_(gradient)
         value.sub_(rate * gradient)
-    elif isinstance(time, int):
-        if value.numel():
-            _fused_adam(optimizer, rate, [value], [gradient], [moments[0]], [moments[1]], time)
-    else:
-        if optimizer.weight_decay:
-            gradient = gradient + optimizer.weight_decay * value
-        age = time.to(torch.float64).reshape(-1, *[1] * (value.dim() - 1))  # f64[L, 1, ...]
-        size = (rate / (1 - optimizer.beta1**age)).float()
-        root = (1 - optimizer.beta2**age).sqrt().float()
-        mean = moments[0].mul_(optimizer.beta1).add_(gradient, alpha=1 - optimizer.beta1)
-        square = moments[1].mul_(optimizer.beta2).addcmul_(gradient, gradient, value=1 - optimizer.beta2)
-        value.sub_(size * mean / (square.sqrt() / root + optimizer.epsilon))
+        return
+    age = torch.as_tensor(time, dtype=torch.float64, device=value.device)
+    age = age.reshape(-1, *[1] * (value.dim() - 1))  # f64[L, 1, ...]
+    size = (rate / (1 - optimizer.beta1**age)).float()
+    root = (1 - optimizer.beta2**age).sqrt().float()
+    mean = moments[0].mul_(optimizer.beta1).add_(gradient, alpha=1 - optimizer.beta1)
+    square = moments[1].mul_(optimizer.beta2).addcmul_(gradient, gradient, value=1 - optimizer.beta2)
+    value.sub_(size * mean / (square.sqrt() / root + optimizer.epsilon))
 
 
-def adam_all_(
-    optimizer: Adam,
-    rates: list[float],
-    values: list[Tensor],
-    gradients: list[Tensor],
-    moments: list[list[Tensor]],
-    time: int,
-) -> None:
-    """The same step of Adam on several tensors at once, at equal times; one call per learning rate."""
-    for rate in sorted(set(rates)):
-        mine = [i for i, r in enumerate(rates) if r == rate]
-        _fused_adam(
-            optimizer,
-            rate,
-            [values[i] for i in mine],
-            [gradients[i] for i in mine],
-            [moments[i][0] for i in mine],
-            [moments[i][1] for i in mine],
-            time,
-        )
-
-
-def _fused_adam(
-    optimizer: Adam,
-    rate: float,
-    values: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    time: int,
-) -> None:
-    clock = torch.full((), float(time), device=values[0].device)
-    torch._fused_adam_(
-        values,
-        gradients,
-        means,
-        squares,
-        [],
-        [clock] * len(values),
-        lr=rate,
-        beta1=optimizer.beta1,
-        beta2=optimizer.beta2,
-        weight_decay=optimizer.weight_decay,
-        eps=optimizer.epsilon,
-        amsgrad=False,
-        maximize=False,
-    )
+def _step_sizes(optimizer: Adam, rate: float, time: int) -> NDArray[np.float32]:
+    """lr / (1 - b1^t), 1 / sqrt(1 - b2^t), epsilon."""
+    first, second = 1 - optimizer.beta1**time, 1 - optimizer.beta2**time
+    return np.array([rate / first, 1 / sqrt(second), optimizer.epsilon], np.float32)
 
 
 class IdleMoves:
@@ -185,43 +170,36 @@ class IdleMoves:
 
     def __init__(self, optimizer: Adam, rate: float, steps: int) -> None:
         """Tables for up to `steps` steps of a visit."""
-        self.optimizer, self.rate, self.steps = optimizer, rate, steps
+        self.optimizer, self.rate, self.step = optimizer, rate, 0
         time = np.arange(steps + 1, dtype=np.float64)
-        self._root = np.sqrt(1 - optimizer.beta2**time)  # sqrt(1 - b2^t)
-        with np.errstate(divide="ignore"):
+        self._root = np.sqrt(1 - optimizer.beta2**time)
+        with np.errstate(divide="ignore", invalid="ignore"):
             self._size = rate / (1 - optimizer.beta1**time)
         ratio = optimizer.beta1 / sqrt(optimizer.beta2) if optimizer.beta2 else 0.0
         self._ratio = ratio**time
         self._reach = steps if ratio >= 1 else int(np.count_nonzero(self._ratio > 1e-12)) + 1  # then c_k has vanished
-        self._fade = optimizer.beta2 ** (-time / 2)
+        with np.errstate(divide="ignore"):
+            self._fade = optimizer.epsilon * np.float64(optimizer.beta2) ** (-time / 2)
         self.decay = np.stack([optimizer.beta1**time, optimizer.beta2**time]).astype(np.float32)
         self.step_sizes = np.stack([self._size, self._root]).astype(np.float32)
-        self._sum = np.zeros(steps + 1)  # of c_k, by the step s after which the row is up to date
-        self._shifted = np.zeros(steps + 1)  # of c_k e_k
-        self._squared = np.zeros(steps + 1)  # of c_k e_k^2
-        self._low = np.full(steps + 1, np.inf)  # the smallest and the largest e_k
-        self._high = np.zeros(steps + 1)
-        self.moves = np.zeros((4, steps + 1), np.float32)  # sum c_k, e, sum c_k (e_k - e)^2, floor of v; by s
-        self.step = 0
+        self._sums = np.zeros((5, steps + 1))  # by s: of c_k, c_k e_k, c_k e_k^2; the smallest and the largest e_k
+        self._sums[3] = np.inf
+        self.moves = np.zeros((4, steps + 1), np.float32)  # by s: sum c_k, e, sum c_k (e_k - e)^2, floor of v
 
     def advance(self) -> None:
         """One more step is over."""
         self.step += 1
-        now = self.step
-        since = slice(max(1, now - self._reach), now)
-        idle = now - np.arange(since.start, since.stop)
-        size = self._size[now] * self._root[now] * self._ratio[idle]
-        shift = self.optimizer.epsilon * self._root[now] * self._fade[idle]
-        self._sum[since] += size
-        self._shifted[since] += size * shift
-        self._squared[since] += size * shift * shift
-        np.minimum(self._low[since], shift, out=self._low[since])
-        np.maximum(self._high[since], shift, out=self._high[since])
-        mean = self._shifted[since] / self._sum[since]
-        self.moves[0, since] = self._sum[since]
-        self.moves[1, since] = mean
-        self.moves[2, since] = self._squared[since] - mean * self._shifted[since]
-        self.moves[3, since] = np.square(self._FLOOR * (self._high[since] - self._low[since]))
+        kernels.idle_moves(
+            self.step,
+            self._reach,
+            self._size,
+            self._root,
+            self._ratio,
+            self._fade,
+            self._FLOOR,
+            self._sums,
+            self.moves,
+        )
 
 
 class DirectRows:
@@ -229,15 +207,17 @@ class DirectRows:
 
     def __init__(self, value: Tensor, rate: float) -> None:
         """`value` is f32[N, *shape] and is changed in place."""
-        self._value, self._rate = value, rate
+        self.value, self._rate = value, rate
 
     def read(self, row: NDArray[np.int64]) -> Tensor:
-        """Rows as they are, f32[n, *shape]."""
-        return self._value.index_select(0, torch.from_numpy(row).to(self._value.device))
+        """Rows as they are, i64[A, B] -> f32[A, B, *shape]."""
+        flat = torch.from_numpy(row.reshape(-1)).to(self.value.device)
+        return self.value.index_select(0, flat).view(*row.shape, *self.value.shape[1:])
 
     def step(self, row: NDArray[np.int64], gradient: Tensor) -> None:
-        """One step; the gradients of a row that occurs twice add."""
-        self._value.index_add_(0, torch.from_numpy(row).to(self._value.device), gradient, alpha=-self._rate)
+        """One step, i64[A, B] and f32[A, B, *shape]; the gradients of a row that occurs twice add."""
+        flat = torch.from_numpy(row.reshape(-1)).to(self.value.device)
+        self.value.index_add_(0, flat, gradient.reshape(len(flat), *self.value.shape[1:]), alpha=-self._rate)
 
     def settle(self, rows: slice) -> None:
         """There is nothing to make up for."""
@@ -247,55 +227,53 @@ class LazyRows:
     """A flat table of item rows under a fresh Adam without decay, on the CPU; rows are brought up to date when read."""
 
     def __init__(self, value: Tensor, moves: IdleMoves) -> None:
-        """`value` is f32[N, *shape] and is changed in place."""
+        """Starts from a copy of `value`, f32[N, *shape]."""
         self._shape = value.shape[1:]
-        self._value = value.view(len(value), -1).numpy()
-        self._mean = np.zeros_like(self._value)
-        self._square = np.zeros_like(self._value)
+        table = torch.zeros(len(value), 3, max(1, value[:1].numel()))  # a row and its moments lie side by side
+        self.value = table[:, 0].view(value.shape)
+        self.value.copy_(value)
+        self._table = table.numpy()
         self._last = np.zeros(len(value), np.int64)
         self._first = np.zeros(len(value), np.int64)
         self._moves = moves
+        self._out = torch.empty(0)
 
     def read(self, row: NDArray[np.int64]) -> Tensor:
-        """Rows as they are after the steps so far, f32[n, *shape]."""
-        out = np.empty((len(row), self._value.shape[1]), np.float32)
+        """Rows as they are after the steps so far, i64[A, B] -> f32[A, B, *shape]; valid until the next call."""
+        if self._out.shape[:2] != row.shape:  # torch's memory is aligned: products depend on it in their last bits
+            self._out = torch.empty(*row.shape, *self._shape)
+            self._out_rows = self._out.view(row.size, -1).numpy()
         moves = self._moves
         kernels.settle_and_read(
-            self._value,
-            self._mean,
-            self._square,
+            self._table,
             self._last,
-            row,
+            row.reshape(-1),
             moves.step,
             moves.moves,
             moves.decay,
             moves.step_sizes,
             moves.optimizer.epsilon,
-            out,
+            self._out_rows,
         )
-        return torch.from_numpy(out).view(len(row), *self._shape)
+        return self._out
 
     def step(self, row: NDArray[np.int64], gradient: Tensor) -> None:
-        """One step of rows that were just read; the gradients of a row that occurs twice add. Before `advance`."""
+        """One step of rows that were just read, before `advance`; gradients of a row that occurs twice add, in place."""
         moves, optimizer = self._moves, self._moves.optimizer
         now = moves.step + 1
-        rate = np.array(
-            [moves.rate / (1 - optimizer.beta1**now), 1 / sqrt(1 - optimizer.beta2**now), optimizer.epsilon], np.float32
-        )
         kernels.adam_rows(
-            self._value,
-            self._mean,
-            self._square,
+            self._table,
             self._last,
             self._first,
-            row,
-            gradient.view(len(row), -1).numpy(),
+            row.reshape(-1),
+            gradient.reshape(row.size, -1).numpy(),
             now,
-            rate,
+            _step_sizes(optimizer, moves.rate, now),
             optimizer.beta1,
             optimizer.beta2,
         )
 
     def settle(self, rows: slice) -> None:
         """Bring a stretch of rows up to date; their client is done."""
-        self.read(np.arange(rows.start, rows.stop))
+        if rows.stop > rows.start:
+            self.read(np.arange(rows.start, rows.stop)[:, None])

@@ -1,31 +1,42 @@
-"""What clients keep between visits, for any number of clients: memory-mapped files, and a journal that undoes.
+"""What a run keeps on disk: the state of its clients, its checkpoint, its lock, and what tells it from another run.
 
-A client that was never visited takes no space: its vector is a function of (seed, client). With a directory the store
-survives a kill at any moment: before anything is overwritten, what was there goes to the journal; opening the store
-again puts it back, so that it is as it was at the last commit.
+What clients keep between visits lies in memory-mapped files, for any number of clients. A client that was never visited
+takes no space: its vector is a function of (seed, client). With a directory the store survives a kill at any moment:
+before anything is overwritten, what was there goes to the journal; opening the store again puts it back, so that it is
+as it was at the last commit.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import os
 import shutil
+import socket
 import tempfile
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+from recleak.data.interactions import Interactions
 from recleak.errors import RecleakError
 from recleak.models.components import Component
 from recleak.training.cohort import AGE
 from recleak.training.optimizers import Optimizer
 from recleak.update import Update
+
+_ROOM = 1 << 24  # bytes that stay free on the disk: writing into a mapped file on a full disk kills a process
 
 
 class CheckpointError(RecleakError):
@@ -75,6 +86,7 @@ class ClientStore:
             folder = directory / "clients"
             (folder / "journal").mkdir(parents=True, exist_ok=True)
         self._folder, self._journaled, self._committed, self._entries = folder, directory is not None, committed, 0
+        self._writes = self._open("writes", (1,), "<i8")
         self._visited = self._open("visited", (n_users,), "u1")
         self._has_row = self._open("rows", (n_users, n_items), "u1") if self._rows else np.zeros((0, 0), np.uint8)
         self._arrays = {
@@ -103,6 +115,11 @@ class ClientStore:
             )
         return np.memmap(file, dtype, "r+", shape=shape)
 
+    @property
+    def version(self) -> int:
+        """Another number after every write, whoever wrote: also a run that continues in the same directory."""
+        return int(self._writes[0])
+
     def read(self, client: NDArray[np.int64]) -> Update:
         """What some clients keep, i64[C] ascending."""
         values = {}
@@ -128,8 +145,10 @@ class ClientStore:
         """Overwrite what some clients keep; on a store with a directory, what was there goes to the journal first."""
         client, item = kept.client.numpy(), kept.item.numpy()
         user = client[kept.owner.numpy()]
+        self._require_room(kept)
         if self._journaled:
             self._log(client, user, item)
+        self._writes[0] += 1
         self._visited[client] = 1
         for name, value in kept.values.items():
             self._arrays[name][client] = value.numpy()
@@ -150,6 +169,16 @@ class ClientStore:
         for array in (self._visited, self._has_row, *self._arrays.values()):
             if isinstance(array, np.memmap):
                 array.flush()
+
+    def _require_room(self, kept: Update) -> None:
+        """An error while it can still be one."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in (*kept.values.values(), *kept.rows.values()))
+        free = shutil.disk_usage(self._folder).free
+        if free < 2 * size + _ROOM:
+            raise CheckpointError(
+                f"{self._folder}: {free:,} bytes are free, expected at least {2 * size + _ROOM:,}.\n"
+                "  Make room on the disk, then run again: what was saved is still there."
+            )
 
     # The journal.
 
@@ -172,7 +201,12 @@ class ClientStore:
         self._entries += 1
 
     def _undo(self) -> None:
-        """Put back what was there at the last commit; entries of an earlier commit are left over and mean nothing."""
+        """Put back what was there at the last commit; entries of an earlier commit are left over and mean nothing.
+
+        An entry goes when it has been put back, the latest first; to put one back twice does no harm.
+        """
+        for file in (self._folder / "journal").glob("*.partial"):
+            file.unlink()  # its write was cut off, so the arrays were not touched yet
         for file in reversed(self._journal()):
             tensors, about = read_file(file)
             if about.get("committed") == self._committed:
@@ -185,21 +219,127 @@ class ClientStore:
                     self._arrays[name][client] = before[f"value {name}"]
                 for name in self._rows:
                     self._arrays[name][user, item] = before[f"row {name}"]
+                self._writes[0] += 1
             file.unlink()
 
 
-def replace_file(file: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
-    """Write tensors and a few facts, all or nothing: another reader sees the old file or the new one."""
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def replace_file(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and a few facts, all or nothing: whatever happens, there is the old file or the new one."""
     partial = file.with_name(f"{file.name}.partial")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, {"recleak": json.dumps(about)})
-    partial.replace(file)
+    try:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, partial, {"recleak": json.dumps(about)}
+        )
+        with open(partial, "rb") as written:
+            os.fsync(written.fileno())
+        partial.replace(file)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{file}: cannot be written ({error}).\n"
+            "  Make room or mend the permissions, then run again: what was saved before is still there."
+        ) from error
 
 
-def read_file(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and facts of such a file."""
+def read_file(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors (in memory of their own) and facts of such a file."""
     try:
         with safe_open(file, "pt") as opened:
             about = json.loads((opened.metadata() or {})["recleak"])
-        return load_file(file), about
+        return {name: tensor.clone() for name, tensor in load_file(file).items()}, about
     except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise CheckpointError(f"{file}: {error}.\n  The file is damaged; use another directory.") from error
+        raise CheckpointError(f"{file}: not readable ({error}).\n  It is damaged; use another directory.") from error
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keeps other processes out of a directory; the lock of a process that was killed is gone with it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "a+", encoding="utf-8") as file:
+        if not _lock(file):
+            file.seek(0)
+            raise CheckpointError(
+                f"{directory} is in use by {file.read().strip() or 'another process'}.\n"
+                "  Wait until that run has ended, end it, or use another directory."
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _lock(file: IO[str]) -> bool:
+    """Whether the lock was free; it ends when the file is closed, also by a kill."""
+    try:
+        import fcntl
+    except ImportError:  # not on this system: nobody is kept out
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# --- what a run is ------------------------------------------------------------------------------------------------
+
+
+def identify(value: Any) -> Any:
+    """A setting as JSON that tells it from any other: tensors and data by their hash, objects by class and fields."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous()
+        return f"{data.dtype}{list(data.shape)} {_digest(data.reshape(-1).view(torch.uint8).numpy())}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)} {_digest(value)}"
+    if isinstance(value, Interactions):
+        return value.fingerprint
+    if isinstance(value, Mapping):
+        return {str(key): identify(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, tuple | list):
+        return [identify(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, nn.Module):
+        weights = {**dict(value.named_parameters()), **dict(value.named_buffers())}
+        return {"class": _name(type(value)), "module": repr(value), "weights": identify(weights)}
+    return _identify_object(value)
+
+
+def _identify_object(value: Any) -> Any:
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return _name(value)
+    if dataclasses.is_dataclass(value):
+        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    elif hasattr(value, "__dict__"):
+        fields = vars(value)
+    else:
+        return repr(value)
+    return {"class": _name(type(value)), **{name: identify(each) for name, each in fields.items()}}
+
+
+def _name(thing: Any) -> str:
+    """Its name without the module: a class of a script is in another module when the script is imported."""
+    return str(thing.__qualname__)
+
+
+def _digest(array: NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:32]
+
+
+def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Where two identities differ, each place as `name was this, now that`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            place = f"{path}.{key}" if path else str(key)
+            yield from differences(before.get(key, "absent"), now.get(key, "absent"), place)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for position, (one, other) in enumerate(zip(before, now, strict=True)):
+            yield from differences(one, other, f"{path}[{position}]")
+    elif before != now:
+        yield f"{path} was {before!s:.80}, now {now!s:.80}"

@@ -1,0 +1,70 @@
+"""Scores that each client computes for itself: global parameters, what it keeps, its own history."""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor
+
+from recleak.models.base import Batch, Params
+from recleak.models.components import Component
+from recleak.training.cohort import Task, features_of
+from recleak.update import Update
+
+
+def personal_scores(task: Task, params: Params, kept: Update, history: sp.csr_array) -> Tensor:
+    """The scores that C clients give all items with the global parameters and what they keep, f32[C, I].
+
+    `history` is their own items, f32[C, I].
+    """
+    device = next(iter(params.values())).device if params else torch.device("cpu")
+    each = torch.from_numpy(history.toarray()).to(device)  # f32[C, I]
+    mine = _own_params(task, params, kept, device)
+    features = None if task.item_features is None else task.item_features.to(device)
+    with torch.no_grad():
+        batch = Batch(
+            own=each > 0,
+            degree=each.sum(1),
+            neighbors={
+                part.name: torch.einsum("ci,ci...->c...", each, mine[part.name])
+                for part in task.components
+                if part.storage == "per_item" and task.model.reads_neighbors
+            },
+            user_features=features_of(task, kept.client.to(device)),
+            item_features=None if features is None else features.expand(kept.n_clients, *features.shape),
+            neighbor_features=None if features is None else each @ features,
+        )
+        return task.model.logits(mine, batch)
+
+
+def _own_params(task: Task, params: Params, kept: Update, device: torch.device) -> Params:
+    """All parameters as each of C clients has them: shared ones broadcast, kept ones its own."""
+    mine: Params = {}
+    for part in task.components:
+        if part.storage == "per_item":
+            table = params[part.name] if part.shared else part.draw(task.seed, np.arange(kept.n_items)).to(device)
+            rows = table.expand(kept.n_clients, *table.shape)
+            if not part.shared and len(kept.item):
+                rows = rows.clone()
+                rows[kept.owner.to(device), kept.item.to(device)] = kept.rows[part.name].to(device)
+            mine[part.name] = rows
+        elif not part.shared:
+            mine[part.name] = kept.values[part.name].to(device)
+        elif part.storage == "per_user":
+            mine[part.name] = params[part.name][kept.client.to(device)]
+        else:
+            mine[part.name] = params[part.name].expand(kept.n_clients, *params[part.name].shape)
+    return mine
+
+
+def first_params(
+    components: tuple[Component, ...], n_users: int, n_items: int, seed: int, device: torch.device | str = "cpu"
+) -> Params:
+    """The shared components before the first round."""
+    rows = {"per_user": np.arange(n_users), "per_item": np.arange(n_items)}
+    return {
+        part.name: (part.draw(seed)[0] if part.storage == "dense" else part.draw(seed, rows[part.storage])).to(device)
+        for part in components
+        if part.shared
+    }
