@@ -40,7 +40,7 @@ from recleak.training.local import Examples, held_rows, plan, steps_per_epoch
 
 OUT = Path(__file__).parent / "out" / "engine.json"
 FACTORS, HIDDEN, BATCH, EPOCHS = 64, (64, 32), 64, 20
-REPEATS = 2
+REPEATS = 3
 
 
 def nominal_operations() -> int:

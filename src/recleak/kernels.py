@@ -28,48 +28,19 @@ I64 = NDArray[np.int64]
 
 
 @compiled
-def idle_moves(
-    step: int,  # the step that is just over
-    reach: int,
-    size: NDArray[np.float64],  # f64[S]: learning rate / (1 - beta1^t)
-    root: NDArray[np.float64],  # f64[S]: sqrt(1 - beta2^t)
-    ratio: NDArray[np.float64],  # f64[S]: (beta1 / sqrt(beta2))^k
-    fade: NDArray[np.float64],  # f64[S]: epsilon / beta2^(k / 2)
-    floor: float,
-    sums: NDArray[np.float64],  # f64[5, S], changed: sum of c_k, of c_k e_k, of c_k e_k^2, smallest and largest e_k
-    moves: F32,  # f32[4, S], changed
-) -> None:
-    """See `optimizers.IdleMoves`."""
-    for since in range(max(1, step - reach), step):
-        k = step - since
-        c = size[step] * root[step] * ratio[k]
-        e = root[step] * fade[k]
-        sums[0, since] += c
-        sums[1, since] += c * e
-        sums[2, since] += c * e * e
-        sums[3, since] = min(sums[3, since], e)
-        sums[4, since] = max(sums[4, since], e)
-        mean = sums[1, since] / sums[0, since] if sums[0, since] > 0 else e
-        moves[0, since] = sums[0, since]
-        moves[1, since] = mean
-        moves[2, since] = sums[2, since] - mean * sums[1, since]
-        moves[3, since] = (floor * (sums[4, since] - sums[3, since])) ** 2
-
-
-@compiled
 def settle_and_read(
     table: F32,  # f32[N, 3, d]: value, first and second moment of each row
     last: I64,  # i64[N]: the step after which each row is up to date
     row: I64,  # i64[n]
     step: int,
-    moves: F32,  # f32[4, S]: see `optimizers.IdleMoves`
+    moves: F32,  # f32[S, W, 4]: see `optimizers.IdleMoves`
     decay: F32,  # f32[2, S]: powers of beta1 and beta2
-    rate: F32,  # f32[2, S]: learning rate / (1 - beta1^t) and sqrt(1 - beta2^t)
+    sizes: F32,  # f32[2, S]: learning rate / (1 - beta1^t) and 1 / sqrt(1 - beta2^t)
     eps: float,
     out: F32,  # f32[n, d]
 ) -> None:
     """Bring rows up to date with steps in which they had no gradient, and copy them to `out`."""
-    zero, one = np.float32(0), np.float32(1)
+    zero, one, epsilon = np.float32(0), np.float32(1), np.float32(eps)
     d = table.shape[2]
     for i in range(row.shape[0]):
         r = row[i]
@@ -77,7 +48,10 @@ def settle_and_read(
         if since < step:
             if since > 0:
                 idle = step - since
-                factor, shift, curve, floor = moves[0, since], moves[1, since], moves[2, since], moves[3, since]
+                reach = min(idle, moves.shape[1]) - 1
+                factor, shift = moves[since, reach, 0], moves[since, reach, 1]
+                curve, floor = moves[since, reach, 2], moves[since, reach, 3]
+                fade_mean, fade_square = decay[0, idle], decay[1, idle]
                 small = 0
                 for j in range(d):
                     small += (table[r, 2, j] < floor) & (table[r, 2, j] > zero)
@@ -86,14 +60,14 @@ def settle_and_read(
                         m, v = table[r, 1, j], table[r, 2, j]
                         if (v < floor) & (v > zero):
                             for k in range(1, idle + 1):
-                                scale = sqrt(decay[1, k] * v) / rate[1, since + k] + eps
-                                table[r, 0, j] -= rate[0, since + k] * decay[0, k] * m / scale
+                                scale = np.float32(sqrt(decay[1, k] * v)) * sizes[1, since + k] + epsilon
+                                table[r, 0, j] -= sizes[0, since + k] * decay[0, k] * m / scale
                 for j in range(d):
                     m, v = table[r, 1, j], table[r, 2, j]
                     inverse = one / (np.float32(sqrt(v)) + shift)
                     table[r, 0, j] -= m * inverse * (factor + curve * inverse * inverse) if v >= floor else zero
-                    table[r, 1, j] = m * decay[0, idle]
-                    table[r, 2, j] = v * decay[1, idle]
+                    table[r, 1, j] = m * fade_mean
+                    table[r, 2, j] = v * fade_square
             last[r] = step
         for j in range(d):
             out[i, j] = table[r, 0, j]
@@ -159,70 +133,157 @@ def adam_numbers(
 
 
 @compiled
-def perceptron(
-    user: F32,  # f32[C, d]
-    item: F32,  # f32[C, B, d]
-    label: F32,  # f32[C, B]
-    weight: F32,  # f32[C, B]
-    first: F32,  # f32[C, 2, d, n1]: the first layer, its user half and its item half
-    weights: tuple[F32, ...],  # f32[C, n, m] of the other layers; the last has m = 1
-    biases: tuple[F32, ...],  # f32[C, n] of all layers
-    hidden: tuple[F32, ...],  # f32[B, n], scratch: the output of each layer but the last
-    back: tuple[F32, ...],  # f32[B, n], scratch: the gradient with respect to it
-    user_gradient: F32,  # written, as are all that follow
-    item_gradient: F32,
-    first_gradient: F32,
-    weight_gradients: tuple[F32, ...],
-    bias_gradients: tuple[F32, ...],
-    loss: F32,  # f32[C]: the weighted binary cross-entropy
+def perceptron_visits(
+    row: I64,  # i64[S, C, B]: the rows that each client's batches read
+    label: F32,  # f32[S, C, B]
+    weight: F32,  # f32[S, C, B]
+    steps: I64,  # i64[C]
+    offset: I64,  # i64[C + 1]: of the clients' rows in the table
+    table: F32,  # f32[N, 3, d], changed: item rows and their moments
+    last: I64,  # i64[N], scratch
+    first: I64,  # i64[N], scratch
+    moves: F32,  # as in `settle_and_read`; for item rows
+    decay: F32,
+    sizes: F32,
+    item_rate: float,
+    params: F32,  # f32[C, P], changed: user, then weight and bias of each layer
+    widths: I64,  # i64[L + 1]: 2 d, the widths of the hidden layers, 1
+    rates: NDArray[np.float64],  # f64[P parts]: learning rates of user, weight 1, bias 1, weight 2, ...
+    beta1: float,
+    beta2: float,
+    eps: float,
+    loss: F32,  # f32[C], written: the mean over steps
 ) -> None:
-    """The logits of a perceptron with ReLU on [user, item] and the gradients of their weighted cross-entropy.
+    """Local training of a perceptron with ReLU on [user, item] under binary cross-entropy and a fresh Adam.
 
-    One client after the other: what a client needs for a step stays in the cache.
+    One client after the other, all of its steps: its rows, parameters and moments stay in the cache. The rest of the
+    engine is the same mathematics step by step for all clients.
     """
-    zero = np.float32(0)
-    depth = len(hidden)
-    for c in range(user.shape[0]):
-        total = bias_gradients[0][c]
-        _user_half(user[c], first[c, 0], biases[0][c], total)
-        np.dot(item[c], first[c, 1], hidden[0])
-        _rectify(hidden[0], total)
-        for layer in range(1, depth):
-            np.dot(hidden[layer - 1], weights[layer - 1][c], hidden[layer])
-            _rectify(hidden[layer], biases[layer][c])
-        loss[c] = _output(
-            hidden[depth - 1],
-            weights[depth - 1][c],
-            biases[depth][c],
-            label[c],
-            weight[c],
-            weight_gradients[depth - 1][c],
-            bias_gradients[depth][c],
-            back[depth - 1],
-            bias_gradients[depth - 1][c],
-        )
-        for layer in range(depth - 1, 0, -1):
-            np.dot(hidden[layer - 1].T, back[layer], weight_gradients[layer - 1][c])
-            np.dot(back[layer], weights[layer - 1][c].T, back[layer - 1])
-            _mask(back[layer - 1], hidden[layer - 1], bias_gradients[layer - 1][c])
-        np.dot(item[c].T, back[0], first_gradient[c, 1])
-        np.dot(back[0], first[c, 1].T, item_gradient[c])
-        for i in range(user.shape[1]):
-            through = zero
-            for j in range(total.shape[0]):
-                first_gradient[c, 0, i, j] = user[c, i] * total[j]
-                through += first[c, 0, i, j] * total[j]
-            user_gradient[c, i] = through
+    d, batch, layers = table.shape[2], row.shape[2], widths.shape[0] - 1
+    size = params.shape[1]
+    starts = np.empty(layers + 1, np.int64)  # of each layer's weight in the parameters
+    starts[0] = d
+    for layer in range(layers):
+        starts[layer + 1] = starts[layer] + (widths[layer] + 1) * widths[layer + 1]
+    spans = np.empty(2 * layers + 2, np.int64)  # of the parts that have a learning rate of their own
+    spans[0], spans[1] = 0, d
+    for layer in range(layers):
+        spans[2 * layer + 2] = starts[layer] + widths[layer] * widths[layer + 1]
+        spans[2 * layer + 3] = starts[layer + 1]
+    places = np.zeros(layers, np.int64)  # of each hidden layer in the scratch; the last is its size
+    for layer in range(1, layers):
+        places[layer] = places[layer - 1] + batch * widths[layer]
+    hidden, back = np.empty(places[layers - 1], np.float32), np.empty(places[layers - 1], np.float32)
+    item, item_gradient = np.empty((batch, d), np.float32), np.empty((batch, d), np.float32)
+    gradient, mean, square = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    rate = np.empty(3, np.float32)
+    for c in range(steps.shape[0]):
+        mine = params[c]
+        mean[:] = 0
+        square[:] = 0
+        sum_of_losses = 0.0
+        for step in range(steps[c]):
+            settle_and_read(table, last, row[step, c], step, moves, decay, sizes, eps, item)
+            sum_of_losses += _perceptron(
+                mine,
+                item,
+                label[step, c],
+                weight[step, c],
+                widths,
+                starts,
+                places,
+                hidden,
+                back,
+                gradient,
+                item_gradient,
+            )
+            first_moment, second_moment = 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)
+            rate[1], rate[2] = 1 / sqrt(second_moment), eps
+            rate[0] = item_rate / first_moment
+            adam_rows(table, last, first, row[step, c], item_gradient, step + 1, rate, beta1, beta2)
+            for part in range(2 * layers + 1):
+                low, high = spans[part], spans[part + 1]
+                rate[0] = rates[part] / first_moment
+                adam_numbers(
+                    mine[low:high], mean[low:high], square[low:high], gradient[low:high], rate, beta1, beta2, 0.0
+                )
+        held = np.arange(offset[c], offset[c + 1])
+        settle_and_read(table, last, held, steps[c], moves, decay, sizes, eps, np.empty((len(held), d), np.float32))
+        loss[c] = sum_of_losses / steps[c]
 
 
 @compiled
-def _user_half(user: F32, kernel: F32, bias: F32, out: F32) -> None:
-    """What the user adds to the first layer: bias + user kernel, f32[n1]."""
-    for j in range(bias.shape[0]):
-        out[j] = bias[j]
-    for i in range(user.shape[0]):
-        for j in range(bias.shape[0]):
-            out[j] += user[i] * kernel[i, j]
+def _perceptron(
+    params: F32,  # f32[P]
+    item: F32,  # f32[B, d]
+    label: F32,  # f32[B]
+    weight: F32,  # f32[B]
+    widths: I64,
+    starts: I64,
+    places: I64,
+    hidden: F32,  # scratch
+    back: F32,  # scratch
+    gradient: F32,  # f32[P], written
+    item_gradient: F32,  # f32[B, d], written
+) -> float:
+    """The weighted cross-entropy of one client's batch, and its gradients."""
+    batch, d = item.shape
+    layers = widths.shape[0] - 1
+    n = widths[1]
+    half = d * n
+    low = starts[0]
+    bias_gradient = gradient[low + 2 * half : low + 2 * half + n]
+    # Forward. The user's part of the first layer is the same for all items: it is added to the bias.
+    for j in range(n):
+        bias_gradient[j] = params[low + 2 * half + j]
+    for i in range(d):
+        for j in range(n):
+            bias_gradient[j] += params[i] * params[low + i * n + j]
+    now = hidden[: batch * n].reshape(batch, n)
+    np.dot(item, params[low + half : low + 2 * half].reshape(d, n), now)
+    _rectify(now, bias_gradient)
+    for layer in range(1, layers - 1):
+        n, m, low = widths[layer], widths[layer + 1], starts[layer]
+        before = hidden[places[layer - 1] : places[layer - 1] + batch * n].reshape(batch, n)
+        now = hidden[places[layer] : places[layer] + batch * m].reshape(batch, m)
+        np.dot(before, params[low : low + n * m].reshape(n, m), now)
+        _rectify(now, params[low + n * m : low + n * m + m])
+    # The last layer, and backward.
+    n, low = widths[layers - 1], starts[layers - 1]
+    place = places[layers - 2]
+    bias_before = starts[layers - 1] - n
+    loss: float = _output(
+        hidden[place : place + batch * n].reshape(batch, n),
+        params[low : low + n],
+        params[low + n],
+        label,
+        weight,
+        gradient[low : low + n],
+        gradient[low + n : low + n + 1],
+        back[place : place + batch * n].reshape(batch, n),
+        gradient[bias_before : bias_before + n],
+    )
+    for layer in range(layers - 2, 0, -1):
+        n, m, low = widths[layer], widths[layer + 1], starts[layer]
+        place, place_before = places[layer], places[layer - 1]
+        before = hidden[place_before : place_before + batch * n].reshape(batch, n)
+        here = back[place : place + batch * m].reshape(batch, m)
+        np.dot(before.T, here, gradient[low : low + n * m].reshape(n, m))
+        there = back[place_before : place_before + batch * n].reshape(batch, n)
+        np.dot(here, params[low : low + n * m].reshape(n, m).T, there)
+        bias_before = starts[layer] - n
+        _mask(there, before, gradient[bias_before : bias_before + n])
+    n, low = widths[1], starts[0]
+    here = back[: batch * n].reshape(batch, n)
+    np.dot(item.T, here, gradient[low + half : low + 2 * half].reshape(d, n))
+    np.dot(here, params[low + half : low + 2 * half].reshape(d, n).T, item_gradient)
+    for i in range(d):
+        through = np.float32(0)
+        for j in range(n):
+            gradient[low + i * n + j] = params[i] * bias_gradient[j]
+            through += params[low + i * n + j] * bias_gradient[j]
+        gradient[i] = through
+    return loss
 
 
 @compiled
@@ -248,8 +309,8 @@ def _mask(gradient: F32, hidden: F32, total: F32) -> None:
 @compiled
 def _output(
     hidden: F32,  # f32[B, n]
-    kernel: F32,  # f32[n, 1]
-    bias: F32,  # f32[1]
+    kernel: F32,  # f32[n]
+    bias: float,
     label: F32,
     weight: F32,
     kernel_gradient: F32,
@@ -261,23 +322,23 @@ def _output(
     zero = np.float32(0)
     n = hidden.shape[1]
     for j in range(n):
-        kernel_gradient[j, 0] = zero
+        kernel_gradient[j] = zero
         total[j] = zero
     bias_gradient[0] = zero
     loss = 0.0
     for b in range(hidden.shape[0]):
         z = zero
         for j in range(n):
-            z += hidden[b, j] * kernel[j, 0]
-        z += bias[0]
+            z += hidden[b, j] * kernel[j]
+        z += bias
         odds = exp(-abs(np.float64(z)))
         loss += weight[b] * (max(z, zero) - z * label[b] + log1p(odds))
         g = np.float32((1 if z >= zero else odds) / (1 + odds) - label[b]) * weight[b]
         bias_gradient[0] += g
         for j in range(n):
             h = hidden[b, j]
-            kernel_gradient[j, 0] += g * h
-            through = g * kernel[j, 0] if h > zero else zero
+            kernel_gradient[j] += g * h
+            through = g * kernel[j] if h > zero else zero
             back[b, j] = through
             total[j] += through
     return loss

@@ -7,10 +7,8 @@ whole tables. The same definition serves one real client (C = 1) and ten thousan
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from recleak.models.components import Component
@@ -40,6 +38,8 @@ class Model:
         """Whether it needs `Batch.neighbors`: then every own row moves at every step."""
         return False
 
+    perceptron: ClassVar[tuple[str, str] | None] = None  # (user, item) if logits are `mlp(params, user, item)`, no more
+
     def components(self) -> tuple[Component, ...]:
         """The named parts of its parameters."""
         raise NotImplementedError
@@ -55,37 +55,3 @@ class Model:
     def item_features(self, n_items: int) -> Tensor | None:
         """Constant public features of all items, f32[I, G], if the model has any."""
         return None
-
-    def logistic_gradients(
-        self, params: Params, batch: Batch, label: Tensor, weight: Tensor, scratch: Scratch
-    ) -> LogisticStep | None:
-        """A shorter way to the gradient of the weighted binary cross-entropy, if the model knows one.
-
-        `label` and `weight` are f32[C, B]. The result may live in `scratch`. Tests compare it with automatic
-        differentiation of `logits`.
-        """
-        return None
-
-
-@dataclass(frozen=True, eq=False)
-class LogisticStep:
-    """The weighted cross-entropy of a batch per client, and its gradients by component."""
-
-    loss: Tensor  # f32[C]
-    gradients: Params
-
-
-class Scratch:
-    """Memory that is used again at every step: fresh memory for each result costs more than many of the operations."""
-
-    def __init__(self) -> None:
-        self._flat: dict[str, Tensor] = {}
-        self.memo: dict[str, Any] = {}  # for whoever wants to prepare a call once for many steps
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """An uninitialized f32 tensor; the same name gives the same memory."""
-        size = prod(shape)
-        flat = self._flat.get(name)
-        if flat is None or len(flat) < size:
-            flat = self._flat[name] = torch.empty(size)
-        return flat[:size].view(shape)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from recleak.models.base import Batch, LogisticStep, Model, Params, Scratch
+from recleak.models.base import Batch, Model, Params
 from recleak.models.components import Component, FanIn, Init, Normal
 from recleak.models.mlp import head_components, mlp
-from recleak.models.mlp_gradients import logistic_gradients
 
 
 @dataclass(frozen=True)
@@ -20,6 +19,7 @@ class NCF(Model):
     torch starts it. User vectors are kept.
     """
 
+    perceptron = ("user", "item")
     factors: int = 64
     hidden: tuple[int, ...] = (64, 32)
     init: Init = field(default=Normal(1.0))
@@ -36,9 +36,3 @@ class NCF(Model):
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """The head on [user, item]."""
         return mlp(params, params["user"], params["item"])
-
-    def logistic_gradients(
-        self, params: Params, batch: Batch, label: Tensor, weight: Tensor, scratch: Scratch
-    ) -> LogisticStep | None:
-        """Without a graph, on the CPU."""
-        return logistic_gradients(params, "user", "item", label, weight, scratch)

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from recleak import kernels
 from recleak.defenses.base import Defense, hooks
 from recleak.errors import RecleakError
-from recleak.models.base import Batch, Model, Params, Scratch
+from recleak.models.base import Batch, Model, Params
 from recleak.models.components import Component
 from recleak.streams import Streams
 from recleak.training.local import LocalData, Loss, held_rows, plan, steps_per_epoch
@@ -30,14 +31,16 @@ from recleak.training.optimizers import (
     Adam,
     ConfigError,
     DirectRows,
-    IdleMoves,
     LazyRows,
     Optimizer,
     Stepper,
+    idle_moves,
     learning_rate,
+    reach,
 )
 from recleak.update import Update
 
+_LARGEST = 1 << 23  # entries of the table of idle moves; with a larger one (slow betas, long visits) it does not pay
 _SUM = " summed over own items"  # marks the gradient that flows through a sum over all own rows
 AGE = "age"  # the name under which a client keeps how many steps its optimizer has made
 
@@ -150,7 +153,6 @@ class _Visit:
         self.age = kept.values[AGE].clone() if optimizer.keep else None
         self.moments = self._first_moments(kept)
         self.batches = _Batches(self)
-        self.scratch = Scratch()
 
     @property
     def _compares(self) -> bool:
@@ -222,24 +224,70 @@ class _Visit:
             return "table"
         if isinstance(self.optimizer, SGD):
             return "table" if self.optimizer.momentum else "direct"
-        lazy = self.device.type == "cpu" and not self.optimizer.keep and self.optimizer.beta2 > 0
-        return "lazy" if lazy else "table"
+        if self.device.type != "cpu" or self.optimizer.keep or not self.optimizer.beta2:
+            return "table"
+        steps = len(self.plan.active)
+        return "lazy" if steps * reach(self.optimizer, steps) <= _LARGEST else "table"
 
     def walk(self) -> Tensor:
         """All steps of all clients; the mean loss of each, f32[C]."""
-        active = [*self.plan.active.tolist(), 0]
-        loss = torch.zeros(len(self.client), device=self.device)
         strategy = self._strategy
-        moves: dict[float, IdleMoves] = {}
         rows: dict[str, LazyRows | DirectRows] = {}
         for name, value in self.rows.items():
+            rate = self.rates[name]
             if strategy == "lazy" and isinstance(self.optimizer, Adam):
-                rate = self.rates[name]
-                moves.setdefault(rate, IdleMoves(self.optimizer, rate, len(active)))
-                rows[name] = LazyRows(value, moves[rate])
+                moves = idle_moves(self.optimizer, rate, len(self.plan.active))
+                rows[name] = LazyRows(value, self.optimizer, rate, moves)
                 self.rows[name] = rows[name].value
             else:
-                rows[name] = DirectRows(value, self.rates[name])
+                rows[name] = DirectRows(value, rate)
+        loss = self._walk_compiled(rows)
+        return self._walk(rows, strategy) if loss is None else loss
+
+    def _walk_compiled(self, rows: dict[str, LazyRows | DirectRows]) -> Tensor | None:
+        """The whole visit in one compiled loop, where there is one: a perceptron under cross-entropy and fresh Adam."""
+        names = self.task.model.perceptron
+        lazy = None if names is None else rows.get(names[1])
+        if names is None or not isinstance(lazy, LazyRows) or self.task.training.loss != "bce":
+            return None
+        parts = [names[0], *(name for name in self.values if name != names[0])]
+        layers = [self.values[name] for name in parts if name.endswith(".weight")]
+        if len(layers) < 2:
+            return None
+        params = torch.cat([self.values[name].flatten(1) for name in parts], dim=1)  # f32[C, P]
+        loss = torch.empty(len(self.client))
+        kernels.perceptron_visits(
+            self.batches.row,
+            self.batches.label.numpy(),
+            self.plan.weight,
+            self.plan.steps,
+            self.held.offset,
+            lazy.table,
+            lazy.last,
+            lazy.first,
+            lazy.moves.moves,
+            lazy.moves.decay,
+            lazy.moves.sizes,
+            lazy.rate,
+            params.numpy(),
+            np.array([*(layer.shape[1] for layer in layers), 1]),
+            np.array([self.rates[name] for name in parts]),
+            lazy.optimizer.beta1,
+            lazy.optimizer.beta2,
+            lazy.optimizer.epsilon,
+            loss.numpy(),
+        )
+        at = 0
+        for name in parts:
+            shape, size = self.values[name].shape, self.values[name][0].numel()
+            self.values[name] = params[:, at : at + size].reshape(shape)
+            at += size
+        return loss
+
+    def _walk(self, rows: dict[str, LazyRows | DirectRows], strategy: str) -> Tensor:
+        """Step by step for all clients."""
+        active = [*self.plan.active.tolist(), 0]
+        loss = torch.zeros(len(self.client), device=self.device)
         for step, now in enumerate(active[:-1]):
             if step == 0 or now < active[step - 1]:
                 whole = self._now(now)
@@ -250,32 +298,25 @@ class _Visit:
             batch = self.batches.at(step, now)
             params = dict(whole.values)
             for name, reader in rows.items():
-                params[name] = reader.read(batch.row)
+                params[name] = reader.read(batch.row, step)
             gradients = self._gradients(params, batch, loss[:now])
             if strategy == "table":
                 gradients = self._of_all_rows(step, whole, batch, gradients)
             else:
                 for name, reader in rows.items():
-                    reader.step(batch.row, gradients[name])
+                    reader.step(batch.row, gradients[name], step + 1)
             for stepper, age in steppers:
                 stepper.step(gradients, step + 1 if age is None else age + step + 1)
-            for table in moves.values():
-                table.advance()
             if active[step + 1] < now:  # these clients are done
                 done = slice(int(self.held.offset[active[step + 1]]), int(self.held.offset[now]))
                 for reader in rows.values():
-                    reader.settle(done)
+                    reader.settle(done, step + 1)
             if "epoch" in self.used:
                 self._end_epoch(step, now)
         return loss / self._put(self.plan.steps)
 
     def _gradients(self, params: Params, batch: _Step, loss: Tensor) -> Params:
         """Of each client's loss with respect to its parameters; the loss itself is added to `loss`, f32[A]."""
-        if self.task.training.loss == "bce":
-            short = self.task.model.logistic_gradients(params, batch.inputs, batch.label, batch.weight, self.scratch)
-            if short is not None:
-                loss += short.loss
-                return short.gradients
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sums = {name: value.detach().requires_grad_() for name, value in batch.inputs.neighbors.items()}
         logits = self.task.model.logits(leaves, replace(batch.inputs, neighbors=sums))
@@ -287,7 +328,7 @@ class _Visit:
         loss += each.detach()
         inputs = {**leaves, **{f"{name}{_SUM}": value for name, value in sums.items()}}
         gradients = torch.autograd.grad(each.sum(), list(inputs.values()), allow_unused=True, materialize_grads=True)
-        return dict(zip(inputs, (g.clone(memory_format=torch.contiguous_format) for g in gradients), strict=True))
+        return dict(zip(inputs, gradients, strict=True))
 
     def _stepper(self, tensors: Params, length: int) -> Stepper:
         moments = {name: [moment[:length] for moment in self.moments[name]] for name in tensors}
@@ -408,15 +449,15 @@ class _Batches:
         clients = len(visit.client)
         example = visit.plan.example  # i64[S, C, B]
         label = visit.data.label[example]
-        self._row = held.of_item[example]
+        self.row = held.of_item[example]
         if held.of_against is not None:
-            self._row = np.concatenate([self._row, held.of_against[example]], axis=2)
+            self.row = np.concatenate([self.row, held.of_against[example]], axis=2)
             label = np.concatenate([label, np.zeros_like(label)], axis=2)
-        self._label = torch.from_numpy(label).to(device)
+        self.label = torch.from_numpy(label).to(device)
         self._weight = torch.from_numpy(visit.plan.weight).to(device)
         is_own = np.zeros(len(held.item), bool)
         is_own[held.own] = True
-        self._is_own = torch.from_numpy(is_own[self._row]).to(device)
+        self._is_own = torch.from_numpy(is_own[self.row]).to(device)
         self.degree = torch.from_numpy(np.diff(held.own_offset).astype(np.float32)).to(device)
         self._own = visit._put(held.own)
         self._own_owner = torch.repeat_interleave(torch.arange(clients, device=device), self.degree.long())
@@ -436,7 +477,7 @@ class _Batches:
     def at(self, step: int, now: int) -> _Step:
         """The batches of the first `now` clients."""
         visit = self.visit
-        row, label, weight = self._row[step, :now], self._label[step, :now], self._weight[step, :now]
+        row, label, weight = self.row[step, :now], self.label[step, :now], self._weight[step, :now]
         own, reads, features = self._is_own[step, :now], visit.task.model.reads_neighbors, self.item_features
         if not reads and features is None and self.features is None:
             return _Step(row, label, weight, Batch(own, self.degree[:now]))

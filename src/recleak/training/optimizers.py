@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import sqrt
+from functools import lru_cache
+from math import ceil, log, sqrt
 
 import numpy as np
 import torch
@@ -151,6 +152,7 @@ def _step_sizes(optimizer: Adam, rate: float, time: int) -> NDArray[np.float32]:
     return np.array([rate / first, 1 / sqrt(second), optimizer.epsilon], np.float32)
 
 
+@dataclass(frozen=True, eq=False)
 class IdleMoves:
     """How far Adam moves a row in steps without a gradient, as a closed form.
 
@@ -164,42 +166,51 @@ class IdleMoves:
         m q (sum c_k + q^2 sum c_k (e_k - e)^2).
 
     Numbers with a second moment so small that the third order could matter (1e-4 of the move) are stepped one by one.
+    After W idle steps c_k has vanished and nothing moves any more.
     """
 
-    _FLOOR = 16.0  # sqrt(v) is at least this many times the spread of e_k: a relative error below (1 / 16)^3 / 2
+    moves: NDArray[np.float32]  # f32[S + 1, W, 4]: sum c_k, e, sum c_k (e_k - e)^2, floor of v; by s and idle steps - 1
+    decay: NDArray[np.float32]  # f32[2, S + 1]: powers of b1 and b2
+    sizes: NDArray[np.float32]  # f32[2, S + 1]: lr / (1 - b1^t) and 1 / sqrt(1 - b2^t); by t, from 1
 
-    def __init__(self, optimizer: Adam, rate: float, steps: int) -> None:
-        """Tables for up to `steps` steps of a visit."""
-        self.optimizer, self.rate, self.step = optimizer, rate, 0
-        time = np.arange(steps + 1, dtype=np.float64)
-        self._root = np.sqrt(1 - optimizer.beta2**time)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self._size = rate / (1 - optimizer.beta1**time)
-        ratio = optimizer.beta1 / sqrt(optimizer.beta2) if optimizer.beta2 else 0.0
-        self._ratio = ratio**time
-        self._reach = steps if ratio >= 1 else int(np.count_nonzero(self._ratio > 1e-12)) + 1  # then c_k has vanished
-        with np.errstate(divide="ignore"):
-            self._fade = optimizer.epsilon * np.float64(optimizer.beta2) ** (-time / 2)
-        self.decay = np.stack([optimizer.beta1**time, optimizer.beta2**time]).astype(np.float32)
-        self.step_sizes = np.stack([self._size, self._root]).astype(np.float32)
-        self._sums = np.zeros((5, steps + 1))  # by s: of c_k, c_k e_k, c_k e_k^2; the smallest and the largest e_k
-        self._sums[3] = np.inf
-        self.moves = np.zeros((4, steps + 1), np.float32)  # by s: sum c_k, e, sum c_k (e_k - e)^2, floor of v
 
-    def advance(self) -> None:
-        """One more step is over."""
-        self.step += 1
-        kernels.idle_moves(
-            self.step,
-            self._reach,
-            self._size,
-            self._root,
-            self._ratio,
-            self._fade,
-            self._FLOOR,
-            self._sums,
-            self.moves,
-        )
+_FLOOR = 8.0  # sqrt(v) is at least this many times the spread of e_k: a relative error below (1 / 16)^3
+_VANISHED = 1e-10  # c_k below this share of c_0 moves no float32 any more
+
+
+def reach(optimizer: Adam, steps: int) -> int:
+    """W: after how many idle steps a row has come to rest; at most the steps of the visit."""
+    ratio = optimizer.beta1 / sqrt(optimizer.beta2)
+    if ratio >= 1:
+        return steps
+    return max(1, min(steps, 1 if ratio == 0 else ceil(log(_VANISHED) / log(ratio))))
+
+
+def idle_moves(optimizer: Adam, rate: float, steps: int) -> IdleMoves:
+    """The table for a visit of up to `steps` steps; the same for all clients, so it is made once."""
+    rounded = 1 << max(5, (steps - 1).bit_length())
+    return _idle_moves(optimizer.beta1, optimizer.beta2, optimizer.epsilon, rate, rounded, reach(optimizer, rounded))
+
+
+@lru_cache(maxsize=4)
+def _idle_moves(beta1: float, beta2: float, epsilon: float, rate: float, steps: int, width: int) -> IdleMoves:
+    time = np.arange(steps + 1, dtype=np.float64)
+    root = np.sqrt(1 - beta2**time)
+    size = np.zeros(steps + 1)
+    size[1:] = rate / (1 - beta1 ** time[1:])
+    k = np.arange(1, width + 1)
+    moves = np.empty((steps + 1, width, 4), np.float32)
+    for low in range(0, steps + 1, 256):  # blocks of s, to bound the working memory
+        later = np.minimum(np.arange(low, min(low + 256, steps + 1))[:, None] + k, steps)  # i64[256, W]: s + k
+        c = size[later] * root[later] * (beta1 / sqrt(beta2)) ** k
+        e = epsilon * root[later] * beta2 ** (-k / 2)
+        total, shifted, squared = (np.cumsum(c * e**power, axis=1) for power in range(3))
+        mean = np.divide(shifted, total, out=e.copy(), where=total > 0)
+        spread = np.maximum.accumulate(e, axis=1) - np.minimum.accumulate(e, axis=1)
+        block = (total, mean, squared - mean * shifted, np.square(_FLOOR * spread))
+        moves[low : low + 256] = np.stack(block, axis=2)
+    decay, sizes = np.stack([beta1**time, beta2**time]), np.stack([size, np.append(0, 1 / root[1:])])
+    return IdleMoves(moves, decay.astype(np.float32), sizes.astype(np.float32))
 
 
 class DirectRows:
@@ -209,71 +220,65 @@ class DirectRows:
         """`value` is f32[N, *shape] and is changed in place."""
         self.value, self._rate = value, rate
 
-    def read(self, row: NDArray[np.int64]) -> Tensor:
+    def read(self, row: NDArray[np.int64], step: int) -> Tensor:
         """Rows as they are, i64[A, B] -> f32[A, B, *shape]."""
         flat = torch.from_numpy(row.reshape(-1)).to(self.value.device)
         return self.value.index_select(0, flat).view(*row.shape, *self.value.shape[1:])
 
-    def step(self, row: NDArray[np.int64], gradient: Tensor) -> None:
+    def step(self, row: NDArray[np.int64], gradient: Tensor, step: int) -> None:
         """One step, i64[A, B] and f32[A, B, *shape]; the gradients of a row that occurs twice add."""
         flat = torch.from_numpy(row.reshape(-1)).to(self.value.device)
         self.value.index_add_(0, flat, gradient.reshape(len(flat), *self.value.shape[1:]), alpha=-self._rate)
 
-    def settle(self, rows: slice) -> None:
+    def settle(self, rows: slice, step: int) -> None:
         """There is nothing to make up for."""
 
 
 class LazyRows:
     """A flat table of item rows under a fresh Adam without decay, on the CPU; rows are brought up to date when read."""
 
-    def __init__(self, value: Tensor, moves: IdleMoves) -> None:
+    def __init__(self, value: Tensor, optimizer: Adam, rate: float, moves: IdleMoves) -> None:
         """Starts from a copy of `value`, f32[N, *shape]."""
         self._shape = value.shape[1:]
         table = torch.zeros(len(value), 3, max(1, value[:1].numel()))  # a row and its moments lie side by side
         self.value = table[:, 0].view(value.shape)
         self.value.copy_(value)
-        self._table = table.numpy()
-        self._last = np.zeros(len(value), np.int64)
-        self._first = np.zeros(len(value), np.int64)
-        self._moves = moves
-        self._out = torch.empty(0)
+        self.table = table.numpy()
+        self.last = np.zeros(len(value), np.int64)
+        self.first = np.zeros(len(value), np.int64)
+        self.optimizer, self.rate, self.moves = optimizer, rate, moves
 
-    def read(self, row: NDArray[np.int64]) -> Tensor:
-        """Rows as they are after the steps so far, i64[A, B] -> f32[A, B, *shape]; valid until the next call."""
-        if self._out.shape[:2] != row.shape:  # torch's memory is aligned: products depend on it in their last bits
-            self._out = torch.empty(*row.shape, *self._shape)
-            self._out_rows = self._out.view(row.size, -1).numpy()
-        moves = self._moves
+    def read(self, row: NDArray[np.int64], step: int) -> Tensor:
+        """Rows as they are after `step` steps, i64[A, B] -> f32[A, B, *shape]."""
+        out = torch.empty(*row.shape, *self._shape)  # torch's memory is aligned: products depend on it in the last bits
         kernels.settle_and_read(
-            self._table,
-            self._last,
+            self.table,
+            self.last,
             row.reshape(-1),
-            moves.step,
-            moves.moves,
-            moves.decay,
-            moves.step_sizes,
-            moves.optimizer.epsilon,
-            self._out_rows,
+            step,
+            self.moves.moves,
+            self.moves.decay,
+            self.moves.sizes,
+            self.optimizer.epsilon,
+            out.view(row.size, -1).numpy(),
         )
-        return self._out
+        return out
 
-    def step(self, row: NDArray[np.int64], gradient: Tensor) -> None:
-        """One step of rows that were just read, before `advance`; gradients of a row that occurs twice add, in place."""
-        moves, optimizer = self._moves, self._moves.optimizer
-        now = moves.step + 1
+    def step(self, row: NDArray[np.int64], gradient: Tensor, step: int) -> None:
+        """Step number `step`, from 1, of rows that were just read; gradients of a row that occurs twice add."""
         kernels.adam_rows(
-            self._table,
-            self._last,
-            self._first,
+            self.table,
+            self.last,
+            self.first,
             row.reshape(-1),
-            gradient.reshape(row.size, -1).numpy(),
-            now,
-            _step_sizes(optimizer, moves.rate, now),
-            optimizer.beta1,
-            optimizer.beta2,
+            gradient.reshape(row.size, -1).clone(memory_format=torch.contiguous_format).numpy(),  # it is changed
+            step,
+            _step_sizes(self.optimizer, self.rate, step),
+            self.optimizer.beta1,
+            self.optimizer.beta2,
         )
 
-    def settle(self, rows: slice) -> None:
+    def settle(self, rows: slice, step: int) -> None:
         """Bring a stretch of rows up to date; their client is done."""
         if rows.stop > rows.start:
-            self.read(np.arange(rows.start, rows.stop)[:, None])
+            self.read(np.arange(rows.start, rows.stop)[:, None], step)
