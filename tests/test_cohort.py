@@ -111,6 +111,10 @@ class TestGMF(ModelContract):
     model = GMF(8, init=Normal(0.5))
 
 
+class TestDeepNCF(ModelContract):
+    model = NCF(6, (9, 7, 5))
+
+
 class TestNCF(ModelContract):
     model = NCF(8, (16, 8))
 

@@ -20,11 +20,11 @@ from recleak.training.optimizers import (
     Adam,
     ConfigError,
     DirectRows,
-    IdleMoves,
     LazyRows,
     Optimizer,
     Stepper,
     check,
+    idle_moves,
     learning_rate,
 )
 
@@ -79,20 +79,22 @@ def random_steps(
     return steps
 
 
+def lazy(value: Tensor, optimizer: Adam, rate: float, steps: int) -> LazyRows:
+    return LazyRows(value, optimizer, rate, idle_moves(optimizer, rate, steps))
+
+
 def assert_lazy_equals_dense(
     optimizer: Adam, rate: float, value: Tensor, steps: Steps, *, atol: float, rtol: float = 1e-5
 ) -> None:
     """At every read, and at the end."""
     expected = dense(optimizer, rate, value, steps)
-    moves = IdleMoves(optimizer, rate, len(steps) + 1)
-    rows = LazyRows(value.clone(), moves)
+    rows = lazy(value, optimizer, rate, len(steps))
     reads, before = [], []
     for step, (row, gradient) in enumerate(steps):
-        reads.append(rows.read(row[None])[0].clone())
+        reads.append(rows.read(row[None], step)[0])
         before.append((expected[step - 1] if step else value.double())[torch.from_numpy(row)])
-        rows.step(row[None], gradient[None].clone())
-        moves.advance()
-    rows.settle(slice(0, len(value)))
+        rows.step(row[None], gradient[None], step + 1)
+    rows.settle(slice(0, len(value)), len(steps))
     torch.testing.assert_close(torch.stack(reads).double(), torch.stack(before), atol=atol, rtol=rtol)
     torch.testing.assert_close(rows.value.double(), expected[-1], atol=atol, rtol=rtol)
 
@@ -147,13 +149,11 @@ def test_epsilon(epsilon: float) -> None:
 
 def test_a_rate_of_zero_moves_nothing() -> None:
     value = table(20, 4)
-    moves = IdleMoves(Adam(), 0.0, 51)
-    rows = LazyRows(value.clone(), moves)
-    for row, gradient in random_steps(20, (4,), 50, 3, lambda step: 1.0):
-        rows.read(row[None])
-        rows.step(row[None], gradient[None])
-        moves.advance()
-    rows.settle(slice(0, 20))
+    rows = lazy(value, Adam(), 0.0, 50)
+    for step, (row, gradient) in enumerate(random_steps(20, (4,), 50, 3, lambda step: 1.0)):
+        rows.read(row[None], step)
+        rows.step(row[None], gradient[None], step + 1)
+    rows.settle(slice(0, 20), 50)
     assert torch.equal(rows.value, value)
 
 
@@ -165,10 +165,10 @@ def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
 
 def test_the_gradient_that_is_handed_over_stays_as_it_is() -> None:
     """Two components may have one gradient in the same memory: s = a_i + b_i."""
-    rows, row = LazyRows(table(5, 2), IdleMoves(Adam(), 0.01, 3)), np.array([1, 1, 2, 1])
+    rows, row = lazy(table(5, 2), Adam(), 0.01, 3), np.array([1, 1, 2, 1])
     gradient = torch.ones(4, 2)
-    rows.read(row[None])
-    rows.step(row[None], gradient[None])
+    rows.read(row[None], 0)
+    rows.step(row[None], gradient[None], 1)
     assert torch.equal(gradient, torch.ones(4, 2))
 
 
@@ -192,21 +192,18 @@ def test_any_pattern(
 def test_a_stretch_may_be_settled_alone() -> None:
     """As when its client is done: what happens to the other rows later does not touch it."""
     optimizer, steps = Adam(), random_steps(10, (4,), 30, 3, lambda step: 1.0)
-    moves = IdleMoves(optimizer, 0.01, 60)
-    rows = LazyRows(table(10, 4), moves)
-    for row, gradient in steps:
-        rows.read(row[None])
-        rows.step(row[None], gradient[None].clone())
-        moves.advance()
-    rows.settle(slice(6, 10))
+    rows = lazy(table(10, 4), optimizer, 0.01, 60)
+    for step, (row, gradient) in enumerate(steps):
+        rows.read(row[None], step)
+        rows.step(row[None], gradient[None], step + 1)
+    rows.settle(slice(6, 10), 30)
     settled = rows.value[6:].clone()
     expected = dense(optimizer, 0.01, table(10, 4), steps)[-1]
     torch.testing.assert_close(settled.double(), expected[6:], atol=2e-5, rtol=1e-5)
-    for row, gradient in random_steps(6, (4,), 20, 3, lambda step: 1.0, seed=5):
-        rows.read(row[None])
-        rows.step(row[None], gradient[None])
-        moves.advance()
-    rows.settle(slice(0, 6))
+    for step, (row, gradient) in enumerate(random_steps(6, (4,), 20, 3, lambda step: 1.0, seed=5), start=30):
+        rows.read(row[None], step)
+        rows.step(row[None], gradient[None], step + 1)
+    rows.settle(slice(0, 6), 50)
     assert torch.equal(rows.value[6:], settled)
 
 
@@ -214,10 +211,10 @@ def test_direct_rows_are_plain_gradient_descent() -> None:
     value, steps = table(20, 4), random_steps(20, (4,), 50, 6, lambda step: 1.0)
     expected = dense(SGD(), 0.1, value, steps)[-1]
     rows = DirectRows(value.clone(), 0.1)
-    for row, gradient in steps:
-        rows.read(row[None])
-        rows.step(row[None], gradient[None])
-    rows.settle(slice(0, 20))
+    for step, (row, gradient) in enumerate(steps):
+        rows.read(row[None], step)
+        rows.step(row[None], gradient[None], step + 1)
+    rows.settle(slice(0, 20), 50)
     torch.testing.assert_close(rows.value.double(), expected, atol=1e-5, rtol=1e-5)
 
 

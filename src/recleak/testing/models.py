@@ -20,13 +20,12 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
 from recleak.defenses.sharing import Share
-from recleak.models.base import Batch, Model, Params, Scratch
+from recleak.models.base import Model, Params
 from recleak.models.components import by_name
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.testing.oracle import oracle
@@ -265,27 +264,6 @@ class ModelContract:
             why = f"{type(optimizer).__name__}, {loss}"
             assert_equals_loop(task, self._data(), self._clients(), rounds=2, atol=self.tolerance, why=why)
 
-    def test_shorter_gradients_equal_automatic_ones(self) -> None:
-        """`logistic_gradients`, where the model has them, at sizes that do and do not fill a vector register."""
-        for clients, size in ((1, 1), (3, 16), (2, 37)):
-            params, batch, label, weight = self._batch(clients, size)
-            short = self.model.logistic_gradients(params, batch, label, weight, Scratch())
-            if short is None:
-                continue
-            leaves = {name: value.double().requires_grad_() for name, value in params.items()}
-            logits = self.model.logits(leaves, _double(batch))
-            loss = functional.binary_cross_entropy_with_logits(
-                logits, label.double(), weight.double(), reduction="none"
-            )
-            torch.testing.assert_close(short.loss.double(), loss.sum(1), atol=1e-5, rtol=1e-4)
-            gradients = torch.autograd.grad(
-                loss.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
-            )
-            assert short.gradients.keys() == leaves.keys(), "gradients of other components"
-            for name, gradient in zip(leaves, gradients, strict=True):
-                off = float((short.gradients[name] - gradient).abs().max())
-                assert off <= 1e-5 * (1 + float(gradient.abs().max())), f"{name}: the gradient is off by {off:.1e}"
-
     def test_zero_learning_rate_changes_nothing(self) -> None:
         """Not by a bit."""
         data, client = self._data(), self._clients()
@@ -423,41 +401,6 @@ class ModelContract:
             user_features=self._features(),
             show_progress=False,
         )
-
-    def _batch(self, clients: int, size: int) -> tuple[Params, Batch, Tensor, Tensor]:
-        """A random batch of C clients, as the trainer makes them."""
-        rng = torch.Generator().manual_seed(0)
-        params: Params = {}
-        for part in self.model.components():
-            shape = (clients, size, *part.shape) if part.storage == "per_item" else (clients, *part.shape)
-            params[part.name] = torch.randn(shape, generator=rng)
-        own = torch.rand(clients, size, generator=rng) < 0.4
-        tables = {part.name: part.shape for part in self.model.components() if part.storage == "per_item"}
-        constant = self.model.item_features(self.n_items)
-        item = torch.randint(self.n_items, (clients, size), generator=rng)
-        batch = Batch(
-            own=own,
-            degree=own.sum(1).float() + 1,
-            neighbors={name: torch.randn(clients, *shape, generator=rng) for name, shape in tables.items()},
-            user_features=torch.randn(clients, self.user_features, generator=rng) if self.user_features else None,
-            item_features=None if constant is None else constant[item],
-            neighbor_features=None if constant is None else constant[item].sum(1),
-        )
-        return params, batch, own.float(), torch.rand(clients, size, generator=rng) / size
-
-
-def _double(batch: Batch) -> Batch:
-    def wide(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.double()
-
-    return replace(
-        batch,
-        degree=batch.degree.double(),
-        neighbors={name: value.double() for name, value in batch.neighbors.items()},
-        user_features=wide(batch.user_features),
-        item_features=wide(batch.item_features),
-        neighbor_features=wide(batch.neighbor_features),
-    )
 
 
 def _tensor(update: Update, name: str) -> Tensor:

@@ -208,7 +208,7 @@ def _idle_moves(beta1: float, beta2: float, epsilon: float, rate: float, steps: 
         mean = np.divide(shifted, total, out=e.copy(), where=total > 0)
         spread = np.maximum.accumulate(e, axis=1) - np.minimum.accumulate(e, axis=1)
         block = (total, mean, squared - mean * shifted, np.square(_FLOOR * spread))
-        moves[low : low + 256] = np.stack(block, axis=2)
+        moves[low : low + 256] = np.minimum(np.stack(block, axis=2), np.finfo(np.float32).max)
     decay, sizes = np.stack([beta1**time, beta2**time]), np.stack([size, np.append(0, 1 / root[1:])])
     return IdleMoves(moves, decay.astype(np.float32), sizes.astype(np.float32))
 
