@@ -30,7 +30,7 @@ I64 = NDArray[np.int64]
 @compiled
 def settle_and_read(
     table: F32,  # f32[N, 3, d]: value, first and second moment of each row
-    last: I64,  # i64[N]: the step after which each row is up to date
+    last: I64,  # i64[N]: the step after which each row is up to date; -1 if it was never read: it has no moments yet
     row: I64,  # i64[n]
     step: int,
     moves: F32,  # f32[S, W, 4]: see `optimizers.IdleMoves`
@@ -68,6 +68,10 @@ def settle_and_read(
                     table[r, 0, j] -= m * inverse * (factor + curve * inverse * inverse) if v >= floor else zero
                     table[r, 1, j] = m * fade_mean
                     table[r, 2, j] = v * fade_square
+            elif since < 0:
+                for j in range(d):
+                    table[r, 1, j] = zero
+                    table[r, 2, j] = zero
             last[r] = step
         for j in range(d):
             out[i, j] = table[r, 0, j]

@@ -105,15 +105,23 @@ class Update:
         return replace(self, rows=rows, item=item, offset=torch.arange(clients + 1, device=item.device) * n_items)
 
 
-def concatenate(updates: list[Update]) -> Update:
-    """One update of the clients of several; they have the same components."""
+def merge(updates: list[Update]) -> Update:
+    """One update of the clients of several, ascending; they have the same components."""
     first = updates[0]
-    counts = torch.cat([update.offset.diff() for update in updates])
-    return Update(
-        torch.cat([update.client for update in updates]),
-        {name: torch.cat([update.values[name] for update in updates]) for name in first.values},
-        {name: torch.cat([update.rows[name] for update in updates]) for name in first.rows},
-        torch.cat([update.item for update in updates]),
-        torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
-        first.n_items,
-    )
+    client = torch.cat([update.client for update in updates])
+    order = client.argsort()
+    count = torch.cat([update.offset.diff() for update in updates])
+    offset = torch.cat([count.new_zeros(1), count[order].cumsum(0)])
+    start = torch.empty_like(count).index_copy_(0, order, offset[:-1])  # i64[C]: where each client's rows go
+    item = first.item.new_empty(int(offset[-1]))
+    rows = {name: value.new_empty(len(item), *value.shape[1:]) for name, value in first.rows.items()}
+    done = 0
+    for update in updates:
+        shift = start[done : done + update.n_clients] - update.offset[:-1]
+        place = shift.index_select(0, update.owner) + torch.arange(len(update.item), device=item.device)
+        item.index_copy_(0, place, update.item)
+        for name, value in update.rows.items():
+            rows[name].index_copy_(0, place, value)
+        done += update.n_clients
+    values = {name: torch.cat([update.values[name] for update in updates])[order] for name in first.values}
+    return Update(client[order], values, rows, item, offset, first.n_items)

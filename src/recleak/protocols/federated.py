@@ -59,10 +59,10 @@ from recleak.training.state import (
     read_file,
     replace_file,
 )
-from recleak.update import concatenate
+from recleak.update import merge
 from recleak.wire import Broadcast, Message, Upload
 
-BLOCK = 256  # clients in one message; part of the last bits of a result, so not an option
+BLOCK = 64  # clients in one message; part of the last bits of a result, so not an option
 _FORMAT = "recleak federated run 1"
 _SCORED = 1 << 26  # bytes of gathered item rows at a time when users are scored
 
@@ -309,7 +309,7 @@ class _Run:
         return self.round
 
     def _require_finite(self, clients: int) -> None:
-        broken = [name for name, value in self.params.items() if not bool(torch.isfinite(value).all())]
+        broken = [name for name, value in self.params.items() if not bool(torch.isfinite(value.sum()))]
         if broken:
             raise DivergedError(
                 f"Round {self.round}: {', '.join(broken)} is not finite after the updates of {clients:,} clients.\n"
@@ -414,10 +414,9 @@ def _begin(directory: Path, config: str) -> None:
 
 def _in_order(results: list[Trained]) -> Trained:
     """The clients of several chunks, ascending."""
-    update, kept = concatenate([r.update for r in results]), concatenate([r.kept for r in results])
-    order = update.client.argsort()
-    loss = torch.cat([r.loss for r in results])
-    return Trained(update.select(order), kept.select(order), loss[order], sum(r.steps for r in results))
+    update, kept = merge([r.update for r in results]), merge([r.kept for r in results])
+    order = torch.cat([r.update.client for r in results]).argsort()
+    return Trained(update, kept, torch.cat([r.loss for r in results])[order], sum(r.steps for r in results))
 
 
 def describe(

@@ -19,7 +19,7 @@ from recleak.streams import Streams
 from recleak.training.cohort import AGE, Task, Trained
 from recleak.training.local import LocalData, plan
 from recleak.training.optimizers import Adam
-from recleak.update import Update, concatenate
+from recleak.update import Update, merge
 
 _STATE = {"mean": "exp_avg", "square": "exp_avg_sq", "momentum": "momentum_buffer"}  # what torch calls the moments
 
@@ -32,9 +32,10 @@ def oracle(
     for position in range(len(data.client)):
         mine = kept.select(torch.tensor([position]))
         results.append(_Client(task, received, mine, data.select(np.array([position])), round, dtype).train())
+    place = torch.from_numpy(data.client).argsort().argsort()  # `merge` sorts them
     return Trained(
-        concatenate([result.update for result in results]),
-        concatenate([result.kept for result in results]),
+        merge([result.update for result in results]).select(place),
+        merge([result.kept for result in results]).select(place),
         torch.cat([result.loss for result in results]),
         sum(result.steps for result in results),
     )

@@ -36,8 +36,10 @@ class Summation:
             else:
                 self._total[name] += weighted.sum(0)
         of_row = weight.index_select(0, update.owner)  # f32[N]
+        plain = bool((weight == 1).all())
         for name, value in update.rows.items():
-            self._total[name].index_add_(0, update.item, value * of_row.reshape(-1, *[1] * (value.dim() - 1)))
+            weighted = value if plain else value * of_row.reshape(-1, *[1] * (value.dim() - 1))
+            self._total[name].index_add_(0, update.item, weighted)
             if name in self._touched:
                 self._touched[name].index_add_(0, update.item, of_row)
         self._clients.append(update.client)
@@ -62,11 +64,11 @@ def apply(params: Params, aggregate: Aggregate, how: Aggregation, server_learnin
         return params
     changed = {}
     for name, value in params.items():
-        step = aggregate.total[name]
+        total, scale = aggregate.total[name], server_learning_rate
         if how == "touched-mean" and name in aggregate.touched:
             share = aggregate.touched[name].reshape(-1, *[1] * (value.dim() - 1))
-            step = torch.where(share > 0, step / share.clamp(min=torch.finfo(step.dtype).tiny), 0.0)
+            total = torch.where(share > 0, total / share.clamp(min=torch.finfo(total.dtype).tiny), 0.0)
         elif how != "sum":
-            step = step / aggregate.weight
-        changed[name] = value + server_learning_rate * step
+            scale = server_learning_rate / aggregate.weight
+        changed[name] = torch.add(value, total, alpha=scale)
     return changed

@@ -113,8 +113,8 @@ def train(task: Task, received: Params, kept: Update, data: LocalData, round: in
     visit = _Visit(task, received, kept.select(place), data.select(order), round, streams.select(order))
     loss = visit.walk()[back]
     update = visit.moved().only({part.name for part in task.components if part.shared}).select(back)
-    finite = torch.isfinite(loss) & torch.isfinite(update.norms())
-    if not bool(finite.all()):
+    if not all(bool(torch.isfinite(tensor.sum())) for tensor in (loss, *update.values.values(), *update.rows.values())):
+        finite = torch.isfinite(loss) & torch.isfinite(update.norms())
         raise DivergedError(
             f"Round {round}: loss or update of {int((~finite).sum()):,} of {len(loss):,} clients is not finite.\n"
             f"  Lower the learning rate ({task.training.optimizer.learning_rate}), or use aggregation 'mean': "

@@ -240,11 +240,11 @@ class LazyRows:
     def __init__(self, value: Tensor, optimizer: Adam, rate: float, moves: IdleMoves) -> None:
         """Starts from a copy of `value`, f32[N, *shape]."""
         self._shape = value.shape[1:]
-        table = torch.zeros(len(value), 3, max(1, value[:1].numel()))  # a row and its moments lie side by side
+        table = torch.empty(len(value), 3, max(1, value[:1].numel()))  # a row and its moments lie side by side
         self.value = table[:, 0].view(value.shape)
         self.value.copy_(value)
         self.table = table.numpy()
-        self.last = np.zeros(len(value), np.int64)
+        self.last = np.full(len(value), -1)  # never read: the moments are zero, and are written when it is
         self.first = np.zeros(len(value), np.int64)
         self.optimizer, self.rate, self.moves = optimizer, rate, moves
 
