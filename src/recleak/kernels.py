@@ -28,6 +28,21 @@ I64 = NDArray[np.int64]
 
 
 @compiled
+def free_items(gaps: I64, indptr: I64, user: I64, rank: I64, n_items: int, out: NDArray[np.int32]) -> None:
+    """The item of a given rank among those a user does not have, by bisection among those it has; see `sampling`."""
+    for i in range(user.shape[0]):
+        low, high = indptr[user[i]], indptr[user[i] + 1]
+        key = user[i] * (n_items + 1) + rank[i]
+        while low < high:
+            middle = (low + high) // 2
+            if gaps[middle] <= key:
+                low = middle + 1
+            else:
+                high = middle
+        out[i] = rank[i] + low - indptr[user[i]]
+
+
+@compiled
 def settle_and_read(
     table: F32,  # f32[N, 3, d]: value, first and second moment of each row
     last: I64,  # i64[N]: the step after which each row is up to date; -1 if it was never read: it has no moments yet

@@ -143,7 +143,8 @@ class Interactions:
     @cached_property
     def n_pairs(self) -> int:
         """Distinct (user, item) pairs."""
-        return int(self.rows.select(_pair(self.n_items).n_unique()).item())
+        pairs = np.sort(self.user.astype(np.int64) * self.n_items + self.item)
+        return int(np.count_nonzero(np.diff(pairs, prepend=-1)))
 
     @property
     def attributes(self) -> dict[str, Literal["categorical", "continuous"]]:
@@ -160,10 +161,10 @@ class Interactions:
 
     def distinct(self, keep: Literal["first", "last"] = "last") -> Interactions:
         """One row per (user, item) pair: the last in time (or the first); says how many were dropped."""
-        rows = self.rows.unique(["user", "item"], keep=keep, maintain_order=True)
-        dropped = len(self) - rows.height
+        dropped = len(self) - self.n_pairs
         if not dropped:
             return self
+        rows = self.rows.unique(["user", "item"], keep=keep, maintain_order=True)
         note = Note(f"repeats of a (user, item) pair dropped, the {keep} kept", dropped)
         return replace(self, rows=_canonical(rows), notes=(*self.notes, note))
 
@@ -270,11 +271,6 @@ def _attribute(values: pl.Series) -> pl.Series:
 def _read_only(array: NDArray[np.int64]) -> NDArray[np.int64]:
     array.flags.writeable = False
     return array
-
-
-def _pair(n_items: int) -> pl.Expr:
-    """One integer per (user, item) pair."""
-    return pl.col("user").cast(pl.Int64) * n_items + pl.col("item")
 
 
 def _canonical(rows: pl.DataFrame) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from recleak import random
+from recleak import kernels, random
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split
 from recleak.errors import DataError, unknown_name
@@ -33,11 +33,15 @@ class Complement:
     def of(cls, *parts: Interactions) -> Complement:
         """The complement of the union of some parts."""
         n_items = parts[0].n_items
-        pairs = np.sort(np.concatenate([part.user.astype(np.int64) * n_items + part.item for part in parts]))
-        user, item = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], n_items)  # np.unique is ten times slower
-        indptr = np.searchsorted(user, np.arange(parts[0].n_users + 1)).astype(np.int64)
-        position = np.arange(len(user)) - indptr[user]
-        return cls(n_items, indptr, user * (n_items + 1) + item - position)
+        pairs = np.concatenate([part.user.astype(np.int64) * n_items + part.item for part in parts])
+        pairs.sort()
+        fresh = np.diff(pairs, prepend=-1) > 0  # np.unique is ten times slower
+        pairs = pairs if fresh.all() else pairs[fresh]
+        indptr = np.searchsorted(pairs, np.arange(parts[0].n_users + 1) * n_items).astype(np.int64)
+        gaps = pairs  # user * I + item, to become user * (I + 1) + item - position; in place, for ten million pairs
+        gaps += np.repeat(np.arange(parts[0].n_users) + indptr[:-1], np.diff(indptr))
+        gaps -= np.arange(len(gaps))
+        return cls(n_items, indptr, gaps)
 
     @property
     def size(self) -> NDArray[np.int64]:
@@ -46,8 +50,11 @@ class Complement:
 
     def item(self, user: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.int32]:
         """The item of a given rank among those a user does not have; rank < size[user]."""
-        below = np.searchsorted(self.gaps, user * (self.n_items + 1) + rank, side="right") - self.indptr[user]
-        return (rank + below).astype(np.int32)
+        shape = np.broadcast_shapes(user.shape, rank.shape)
+        user, rank = (np.ascontiguousarray(part).reshape(-1) for part in np.broadcast_arrays(user, rank))
+        out = np.empty(shape, np.int32)
+        kernels.free_items(self.gaps, self.indptr, user, rank, self.n_items, out.reshape(-1))
+        return out
 
 
 def training_negatives(
