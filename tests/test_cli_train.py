@@ -51,11 +51,11 @@ def test_trains_prints_a_table_and_writes_the_result(
     words = ["train", "--data", small, *QUICK, "--out", str(tmp_path / "[bold]run")]
     run(*words)
     seen = capsys.readouterr()
-    assert all(word in seen.out for word in ("chance", "MostPop", "ItemKNN", "gmf", "Hit@10", "NDCG@10", "clients/s"))
+    assert all(word in seen.out for word in ("chance", "MostPop", "ItemKNN", "ncf", "Hit@10", "NDCG@10", "clients/s"))
     assert "[bold]run/result.json" in seen.out
     assert seen.err == ""  # nobody looks, so there is no bar
     result = json.loads((tmp_path / "[bold]run" / "result.json").read_text())
-    assert [row["model"] for row in result["models"]] == ["chance", "MostPop", "ItemKNN", "gmf"]
+    assert [row["model"] for row in result["models"]] == ["chance", "MostPop", "ItemKNN", "ncf"]
     assert (result["rounds"], len(result["loss"]), result["clients"]) == (3, 3, [9, 9, 9])
     run(*words, "--json")
     again = json.loads(capsys.readouterr().out)
@@ -82,7 +82,7 @@ def test_options(small: str, tmp_path: Path, vantage: str, capsys: pytest.Captur
         patch.setattr(terminal.out, "_width", 60)
         run("train", "--data", small, *QUICK, *words, "--record", vantage, "--out", str(tmp_path))
     seen = capsys.readouterr()
-    assert "gmf NDCG@10 0." in seen.out
+    assert "ncf NDCG@10 0." in seen.out
     assert "gives no guarantee" in seen.err
     assert f"Recording: {tmp_path / 'recording'}" in seen.out
     manifest = read_manifest(tmp_path / "recording")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from recleak.defenses.base import Chain, Defense
 from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.noise import GaussianNoise
+from recleak.errors import ConfigError
 from recleak.models.adapter import TorchModel
 from recleak.models.base import Batch, Model, Params
 from recleak.models.components import Component, FanIn, Normal, sharing
@@ -44,7 +45,7 @@ from recleak.testing.oracle import oracle
 from recleak.training.cohort import DivergedError, LocalTraining, Task, Trained, train
 from recleak.training.executor import InProcess, Workers, one_thread
 from recleak.training.local import Examples, LocalData
-from recleak.training.optimizers import SGD, Adam, ConfigError, Optimizer
+from recleak.training.optimizers import SGD, Adam, Optimizer
 from recleak.training.personal import first_params
 from recleak.training.state import ClientStore
 from recleak.update import Update
@@ -441,7 +442,9 @@ def test_hooks_do_not_depend_on_the_chunk(defense: Defense) -> None:
         part = visits(train, task, ragged(), places, rounds=2)
         at = torch.from_numpy(places)
         for one, other in zip(part, whole, strict=True):
-            expected = Trained(other.update.select(at), other.kept.select(at), other.loss[at], one.steps)
+            expected = Trained(
+                other.update.select(at), other.kept.select(at), other.loss[at], other.positives[at], one.steps
+            )
             assert_identical(one, expected, f"clients {places}")
 
 
@@ -547,7 +550,8 @@ def test_what_is_handed_over_stays_as_it_is(optimizer: Optimizer) -> None:
 @pytest.mark.parametrize("optimizer", [SGD(1e30), Adam(1e30)], ids=["sgd", "adam"])
 def test_divergence_is_an_error(optimizer: Optimizer) -> None:
     with pytest.raises(
-        DivergedError, match=r"(?s)Round 0: .*of 24 clients is not finite.*Lower the learning rate \(1e\+30\)"
+        DivergedError,
+        match=r"(?s)Round 0: .*of 24 clients of a chunk is not finite.*Lower the learning rate \(1e\+30\)",
     ):
         Setting(replace(SMALL, epochs=8, optimizer=optimizer)).train()
 
@@ -555,9 +559,9 @@ def test_divergence_is_an_error(optimizer: Optimizer) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epochs": 0}, "epochs is 0, expected at least 1"),
-        ({"negatives": 0}, "negatives is 0, expected at least 1"),
-        ({"batch_size": 0}, "batch_size is 0, expected at least 1. None means a full batch"),
+        ({"epochs": 0}, "epochs is 0, expected a whole number of at least 1"),
+        ({"negatives": 0}, "negatives is 0, expected a whole number of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0, expected a whole number of at least 1. None means a full batch"),
         ({"loss": "mse"}, "loss is 'mse', expected 'bce' or 'bpr'"),
         ({"decay_rows": "some"}, "decay_rows is 'some', expected 'active' or 'all'"),
     ],
@@ -576,3 +580,32 @@ def test_steps_are_counted_and_the_loss_falls() -> None:
     short, long = (Setting(replace(SMALL, epochs=epochs, optimizer=Adam(0.05))).train() for epochs in (1, 10))
     assert long.steps == 10 * short.steps
     assert float(long.loss.mean()) < float(short.loss.mean())
+
+
+# --- what a short way must not skip ---------------------------------------------------------------------------------
+
+
+class Tripled(NCF):
+    """Computes something else than its parent, whose visits are compiled."""
+
+    def logits(self, params: Params, batch: Batch) -> Tensor:
+        return 3 * super().logits(params, batch)
+
+
+def test_a_subclass_of_a_compiled_model_is_trained_as_it_computes() -> None:
+    for trained in compare(Tripled(8, (16,)), SMALL):
+        assert trained.steps
+
+
+@dataclass(frozen=True)
+class SendsNothing(Chain):
+    """A chain with a hook of its own."""
+
+    def upload(self, update: Update, streams: Streams) -> Update:
+        return update.map(lambda name, tensor, owner: torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("model", [NCF(8, (16,)), MF(6)], ids=["compiled", "stepwise"])
+def test_a_hook_of_a_chain_s_subclass_is_used(model: Model) -> None:
+    for trained in compare(model, SMALL, defense=SendsNothing(())):
+        assert all(not bool(tensor.any()) for tensor in trained.update.rows.values())

@@ -17,8 +17,9 @@ from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.noise import GaussianNoise, LaplaceNoise
 from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share, ShareLess
-from recleak.errors import NotFoundError
-from recleak.models.components import Component
+from recleak.errors import ConfigError, NotFoundError
+from recleak.models.components import Component, sharing
+from recleak.models.ncf import NCF
 from recleak.streams import Streams
 from recleak.testing import DefenseContract, NoiseLaw, example_update, failures
 from recleak.testing.defenses import EXAMPLE_COMPONENTS, assert_same, zeros_like
@@ -523,3 +524,12 @@ def test_penalty_is_differentiable() -> None:
     penalty = Chain((Everything(2.0),)).penalty(replace(update, values={**update.values, "bias": bias}))
     assert penalty is not None
     torch.testing.assert_close(torch.autograd.grad(penalty.sum(), bias)[0], 4 * update.values["bias"])
+
+
+def test_a_mechanism_on_what_never_leaves_is_an_error() -> None:
+    """Noise on a kept component would be nothing, without a word."""
+    components = NCF(4, (4,)).components()
+    for defense in (GaussianNoise({"user": 1.0}), Chain((ClipByNorm(1.0, components=("user",)),))):
+        with pytest.raises(ConfigError, match="'user' is kept: nothing of it is sent"):
+            check(defense, components)
+    check(GaussianNoise({"user": 1.0}), sharing(components, {"user": True}))

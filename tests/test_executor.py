@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from recleak.data.interactions import Interactions
-from recleak.errors import RecleakError
+from recleak.errors import ConfigError, RecleakError
 from recleak.models.base import Batch, Params
 from recleak.models.mf import MF
 from recleak.training import executor
 from recleak.training.cohort import LocalTraining, Task
 from recleak.training.executor import Assignment, InProcess, Work, Workers
 from recleak.training.local import Examples
-from recleak.training.optimizers import SGD, ConfigError
+from recleak.training.optimizers import SGD
 from recleak.training.state import ClientStore
 
 DATA = Interactions.build(pl.DataFrame({"user": [0, 0, 1, 2, 2], "item": [0, 1, 1, 2, 3]}))

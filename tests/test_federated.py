@@ -31,7 +31,7 @@ from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share, ShareLess
-from recleak.errors import DataError, NotFoundError, RecleakError
+from recleak.errors import ConfigError, DataError, NotFoundError, RecleakError
 from recleak.models.adapter import TorchModel
 from recleak.models.base import Model, Params
 from recleak.models.feature_gcn import FeatureGCN
@@ -45,7 +45,7 @@ from recleak.recording import Listening, Recorder, read_manifest, replay
 from recleak.training.cohort import DivergedError, LocalTraining, Task, train
 from recleak.training.executor import Executor, InProcess, Workers
 from recleak.training.local import Examples, LocalData
-from recleak.training.optimizers import SGD, Adam, ConfigError
+from recleak.training.optimizers import SGD, Adam
 from recleak.training.personal import first_params
 from recleak.training.state import CheckpointError, ClientStore, locked, read_file
 from recleak.update import Update
@@ -727,7 +727,7 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
 def test_divergence_is_an_error_and_what_was_saved_stays(tmp_path: Path, workers: bool) -> None:
     executor: Executor = Workers(1) if workers else InProcess(1)
     wild = replace(SMALL, aggregation="sum", local=LocalTraining(optimizer=SGD(1e15)))
-    with pytest.raises(DivergedError, match=r"(?s)Round \d: .* clients.*Lower the learning rate .*'sum' multiplies"):
+    with pytest.raises(DivergedError, match=r"(?s)Round \d: .* clients.*Lower the learning rate .*'sum'"):
         again(tmp_path, protocol=wild, executor=executor)
     assert (tmp_path / "checkpoint.safetensors").exists()
     assert not list(tmp_path.rglob("*.partial"))

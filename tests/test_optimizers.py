@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recleak.errors import NotFoundError
+from recleak.errors import ConfigError, NotFoundError
 from recleak.training.executor import one_thread
 from recleak.training.optimizers import (
     SGD,
     Adam,
-    ConfigError,
     DirectRows,
     LazyRows,
     Optimizer,

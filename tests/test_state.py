@@ -17,6 +17,7 @@ from torch import Tensor
 from recleak.models.components import Component, Given
 from recleak.models.mf import MF
 from recleak.training import state
+from recleak.training.cohort import AGE
 from recleak.training.optimizers import SGD, Adam
 from recleak.training.state import CheckpointError, ClientStore, differences, identify, locked, read_file, replace_file
 from recleak.update import Update
@@ -37,7 +38,7 @@ def some(clients: list[int], number: float) -> Update:
     values = {name: torch.full((n, 3), number) for name in ("user", "user/mean", "user/square")}
     rows = {name: torch.full((2 * n, 3), number) for name in ("item", "item/mean", "item/square")}
     item = torch.tensor([1, 4] * n)
-    age = {"age": torch.full((n,), int(number))}
+    age = {AGE: torch.full((n,), int(number))}
     return Update(torch.tensor(clients), {**values, **age}, rows, item, torch.arange(n + 1) * 2, 5)
 
 
@@ -62,7 +63,7 @@ def test_what_is_written_is_read_and_others_are_fresh(tmp_path: Path, on_disk: b
     read = kept.read(np.array([1, 2]))
     assert torch.equal(read.values["user"][0], torch.full((3,), 2.0))
     assert torch.equal(read.values["user"][1], fresh["user"][2])
-    assert read.values["age"].tolist() == [2, 0]
+    assert read.values[AGE].tolist() == [2, 0]
     assert (read.item.tolist(), read.offset.tolist()) == ([1, 4], [0, 2, 2])
     assert torch.equal(read.rows["item/mean"], torch.full((2, 3), 2.0))
 

@@ -39,27 +39,27 @@ _TABLE_WIDTH = 71  # characters that the table of metrics needs beside the names
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True)
 class TrainingOptions:
-    """Who trains, and how."""
+    """Who trains, and how. The defaults are those of IMIA's Fed-NCF, with half of its rounds."""
 
-    model: Literal["ncf", "mf", "gmf", "lightgcn", "pfedrec"] = "gmf"
+    model: Literal["ncf", "mf", "gmf", "lightgcn", "pfedrec"] = "ncf"
     "The recommender, with the settings of its paper."
     factors: int | None = None
     "Length of its vectors (default: its paper's)."
-    rounds: int = 30
+    rounds: int = 100
     "How many rounds; a finished run may be prolonged."
-    clients_per_round: int | None = 100
+    clients_per_round: int = 9
     "Clients sampled for each round; `--all-clients` takes everybody."
     all_clients: Annotated[bool, Parameter(negative="")] = False
     "Every client takes part in every round."
-    epochs: int = 2
+    epochs: int = 20
     "Local epochs of a client in a round."
     batch_size: int = 64
     "Examples in a local batch."
     optimizer: Literal["adam", "sgd"] = "adam"
     "The clients' optimizer; it starts afresh in every round."
-    learning_rate: float = 0.03
+    learning_rate: float = 0.001
     "Its learning rate."
-    aggregation: Literal["mean", "touched-mean", "weighted", "sum"] = "touched-mean"
+    aggregation: Literal["mean", "touched-mean", "weighted", "sum"] = "mean"
     "What the server makes of the updates; `touched-mean` divides an item's row by those who sent it."
     clip: float | None = None
     "Clip each client's upload to this l2 norm."

@@ -19,6 +19,10 @@ class DataError(RecleakError):
         super().__init__(f"{where}{problem}\n  {remedy}")
 
 
+class ConfigError(RecleakError, ValueError):
+    """A setting that cannot be."""
+
+
 class NotFoundError(RecleakError):
     """A name or a file that is not there; lists what is."""
 

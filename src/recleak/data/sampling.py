@@ -7,6 +7,7 @@ chunk. No rejection: the r-th item that a user does not have is found by bisecti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -43,7 +44,7 @@ class Complement:
         gaps -= np.arange(len(gaps))
         return cls(n_items, indptr, gaps)
 
-    @property
+    @cached_property
     def size(self) -> NDArray[np.int64]:
         """How many items each user does not have, i64[U]."""
         return self.n_items - np.diff(self.indptr)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from recleak.errors import ConfigError
 from recleak.models.components import Component, by_name, require_names
 from recleak.streams import Streams
 from recleak.training.local import LocalData
@@ -136,11 +137,21 @@ class Chain(Defense):
 
 def hooks(defense: Defense) -> frozenset[str]:
     """The names of the hooks that a defense overrides, for a chain those of its parts; the others do nothing."""
-    if isinstance(defense, Chain):
+    if type(defense) is Chain:
         return frozenset().union(*(hooks(part) for part in defense.defenses))
-    return frozenset(name for name in HOOKS if getattr(type(defense), name) is not getattr(Defense, name))
+    own = (name for name in HOOKS if getattr(getattr(defense, name), "__func__", None) is not getattr(Defense, name))
+    return frozenset(own)
 
 
 def check(defense: Defense, components: tuple[Component, ...]) -> None:
-    """An error if the configuration of a defense names a component that the model does not have."""
-    require_names("component", defense.component_names(), by_name(components))
+    """An error if a defense names a component that the model does not have, or one that stays where it is anyway."""
+    named = by_name(components)
+    for part in defense.defenses if isinstance(defense, Chain) else (defense,):
+        names = tuple(part.component_names())
+        require_names("component", names, named)
+        kept = [name for name in names if not named[name].shared]
+        if kept and hooks(part) & {"upload", "epoch"}:
+            raise ConfigError(
+                f"{part!r} acts on what leaves, but {kept[0]!r} is kept: nothing of it is sent.\n"
+                f"  Leave it out, or share it: Share(({kept[0]!r},))."
+            )

@@ -9,11 +9,12 @@ from recleak.defenses.base import Defense
 
 @dataclass(frozen=True)
 class SecureAggregation(Defense):
-    """The receiver gets the sum of a round's uploads and nothing else.
+    """The receiver gets the sum of a round's uploads, who took part, and with `touched-mean` how many sent each row.
 
     A simulation of the ideal functionality (Bonawitz et al. 2017): there is **no cryptography here**, no key exchange,
     no dropout of clients and no malicious party; it protects no real deployment. It shows what an adversary still
-    learns from the sum when all of that works. A sum over one client is that client's upload.
+    learns from the sum when all of that works. A sum over one client is that client's upload; so is a row of the sum
+    that one client alone sent: an item nobody else touched, or its own row of a shared user table.
     """
 
     @property

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from recleak import random
-from recleak.errors import unknown_name
+from recleak.errors import ConfigError, unknown_name
 
 Storage = Literal["per_user", "per_item", "dense"]
 Role = Literal["user", "item", "head"]
@@ -149,8 +149,12 @@ def by_name(components: Iterable[Component]) -> dict[str, Component]:
     """A dictionary of components; names must differ."""
     named: dict[str, Component] = {}
     for component in components:
+        if "/" in component.name:
+            raise ConfigError(f"A component is called {component.name!r}, expected a name without '/'.")
+        if min(component.shape, default=1) < 1:
+            raise ConfigError(f"The component {component.name!r} has shape {component.shape}, expected positive sizes.")
         if component.name in named:
-            raise ValueError(f"Got two components called {component.name!r}, expected different names.")
+            raise ConfigError(f"Got two components called {component.name!r}, expected different names.")
         named[component.name] = component
     return named
 

@@ -7,11 +7,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.data.interactions import Interactions
-from recleak.errors import DataError
+from recleak.errors import ConfigError, DataError
 from recleak.models.base import Model
 from recleak.models.components import Component, Given
 from recleak.training.local import Examples
-from recleak.training.optimizers import ConfigError
 
 
 def check_tables(components: tuple[Component, ...], train: Interactions) -> None:

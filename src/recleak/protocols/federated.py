@@ -37,17 +37,16 @@ from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
 from recleak.defenses.base import check as check_defense
-from recleak.errors import unknown_name
+from recleak.errors import ConfigError, unknown_name
 from recleak.models.base import Model, Params
 from recleak.models.components import by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
 from recleak.recording import Tap
 from recleak.training.aggregate import Aggregation, Summation, apply
-from recleak.training.cohort import DivergedError, LocalTraining, Task, Trained
+from recleak.training.cohort import DivergedError, LocalTraining, Task, join
 from recleak.training.executor import Assignment, Executor, InProcess, Session, Work
 from recleak.training.local import Examples, padded, steps_per_epoch
-from recleak.training.optimizers import ConfigError
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import first_params, personal_scores
 from recleak.training.state import (
@@ -59,7 +58,6 @@ from recleak.training.state import (
     read_file,
     replace_file,
 )
-from recleak.update import merge
 from recleak.wire import Broadcast, Message, Upload
 
 BLOCK = 64  # clients in one message; part of the last bits of a result, so not an option
@@ -291,9 +289,11 @@ class _Run:
         works = (Work(self.round, self.store.read(chunk).to(self.device)) for cut in chunks for chunk in cut)
         with closing(session.map(self.params, works)) as results:
             for cut in chunks:
-                block = _in_order(list(islice(results, len(cut))))
+                block = join(list(islice(results, len(cut))))
                 self.store.write(block.kept.to("cpu"))
-                weight = self._weights(block.update.client)
+                weight = (
+                    block.positives if self.protocol.aggregation == "weighted" else torch.ones_like(block.positives)
+                )
                 if not self.task.defense.secure_aggregation:
                     self._send(Upload(self.round, block.update, weight))
                 total.add(block.update, weight)
@@ -316,11 +316,6 @@ class _Run:
                 f"  Lower the learning rate ({self.protocol.local.optimizer.learning_rate}), or use aggregation "
                 "'mean': 'sum' multiplies every step by the number of clients."
             )
-
-    def _weights(self, client: Tensor) -> Tensor:
-        if self.protocol.aggregation != "weighted":
-            return torch.ones(len(client), device=client.device)
-        return torch.from_numpy(self.train.activity[client.cpu().numpy()].astype(np.float32)).to(client.device)
 
     def _chunks(self, block: NDArray[np.int64], width: int) -> list[NDArray[np.int64]]:
         """Clients of similar length together; a small block is dealt out so that all of the executor has work."""
@@ -410,13 +405,6 @@ def _begin(directory: Path, config: str) -> None:
     partial = directory / "run.json.partial"
     partial.write_text(config + "\n", encoding="utf-8")
     partial.replace(directory / "run.json")
-
-
-def _in_order(results: list[Trained]) -> Trained:
-    """The clients of several chunks, ascending."""
-    update, kept = merge([r.update for r in results]), merge([r.kept for r in results])
-    order = torch.cat([r.update.client for r in results]).argsort()
-    return Trained(update, kept, torch.cat([r.loss for r in results])[order], sum(r.steps for r in results))
 
 
 def describe(

@@ -410,5 +410,5 @@ def _tensor(update: Update, name: str) -> Tensor:
 def _assert_part(part: Trained, whole: Trained, places: NDArray[np.int64], why: str) -> None:
     """The result of some clients is what they have in the result of all."""
     at = torch.from_numpy(places)
-    expected = Trained(whole.update.select(at), whole.kept.select(at), whole.loss[at], part.steps)
+    expected = Trained(whole.update.select(at), whole.kept.select(at), whole.loss[at], whole.positives[at], part.steps)
     assert_identical(part, expected, why)

@@ -37,6 +37,7 @@ def oracle(
         merge([result.update for result in results]).select(place),
         merge([result.kept for result in results]).select(place),
         torch.cat([result.loss for result in results]),
+        torch.cat([result.positives for result in results]),
         sum(result.steps for result in results),
     )
 
@@ -49,7 +50,7 @@ class _Client:
     ) -> None:
         self.task, self.kept, self.round, self.dtype = task, kept, round, dtype
         self.streams = Streams.simulated(task.seed, round, data.client)
-        self.data = task.defense.data(data, self.streams.within("data"))
+        self.data = task.defense.data(data, Streams.simulated(task.seed, 0, data.client).within("data"))
         self.who, n_items = int(data.client[0]), data.n_items
         self.tables = {part.name for part in task.components if part.storage == "per_item"}
         self.shared = {part.name for part in task.components if part.shared}
@@ -69,7 +70,8 @@ class _Client:
         self.features = None
         if task.user_features is not None:
             mine = task.user_features[self.who : self.who + 1]
-            self.features = task.defense.features(mine, self.streams.within("features")).to(dtype)
+            always = Streams.simulated(task.seed, 0, data.client)
+            self.features = task.defense.features(mine, always.within("features")).to(dtype)
         self.optimizer = self._optimizer()
 
     # What it begins with.
@@ -144,7 +146,13 @@ class _Client:
             still = torch.equal(self.params[name].detach()[outside], self.start[name][outside])
             assert still, f"{name}: a row moved that is not among the active ones"
         update = defense.upload(self._moved().only(self.shared), self.streams.within("upload"))
-        return Trained(update, self._kept(len(losses)), torch.stack(losses).mean().reshape(1), len(losses))
+        return Trained(
+            update,
+            self._kept(len(losses)),
+            torch.stack(losses).mean().reshape(1),
+            torch.tensor([float(len(self.own))]),
+            len(losses),
+        )
 
     def _step(self, step: int, examples: Tensor) -> Tensor:
         """One batch; its loss."""

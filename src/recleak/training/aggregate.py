@@ -56,9 +56,9 @@ def apply(params: Params, aggregate: Aggregate, how: Aggregation, server_learnin
 
     `mean` divides by all participants, also those that never touched an item's row (as most published codes do);
     `weighted` is the same with each client's weight, its number of positives (McMahan et al. 2017);
-    `touched-mean` divides each item row by the clients that sent it;
-    `sum` does not divide, as APM (Eq. 9) and IMIA (Eq. 6) write: the step grows with the number of clients, and
-    training diverges for all but tiny cohorts.
+    `touched-mean` divides each item row by the clients that sent it (and all else by all participants);
+    `sum` does not divide: the step grows with the number of clients, and training diverges for all but tiny cohorts.
+    (APM, Eq. 9, and IMIA, Eq. 6, write the sum of the models, which would multiply the weights themselves too.)
     """
     if not aggregate.weight > 0:
         return params

@@ -21,15 +21,14 @@ from torch.nn import functional
 
 from recleak import kernels
 from recleak.defenses.base import Defense, hooks
-from recleak.errors import RecleakError
+from recleak.errors import ConfigError, RecleakError
 from recleak.models.base import Batch, Model, Params
 from recleak.models.components import Component
 from recleak.streams import Streams
-from recleak.training.local import LocalData, Loss, held_rows, plan, steps_per_epoch
+from recleak.training.local import LocalData, Loss, held_rows, padded, plan, steps_per_epoch
 from recleak.training.optimizers import (
     SGD,
     Adam,
-    ConfigError,
     DirectRows,
     LazyRows,
     Optimizer,
@@ -38,11 +37,11 @@ from recleak.training.optimizers import (
     learning_rate,
     reach,
 )
-from recleak.update import Update
+from recleak.update import Update, merge
 
 _LARGEST = 1 << 23  # entries of the table of idle moves; with a larger one (slow betas, long visits) it does not pay
 _SUM = " summed over own items"  # marks the gradient that flows through a sum over all own rows
-AGE = "age"  # the name under which a client keeps how many steps its optimizer has made
+AGE = "optimizer/age"  # the name under which a client keeps how many steps its optimizer has made
 
 
 class DivergedError(RecleakError):
@@ -64,11 +63,12 @@ class LocalTraining:
 
     def check(self) -> None:
         """An error for a setting that cannot be."""
-        for name, least in {"epochs": 1, "negatives": 1, "batch_size": 1}.items():
+        for name in ("epochs", "negatives", "batch_size"):
             value = getattr(self, name)
-            if value is not None and value < least:
+            full = name == "batch_size" and value is None
+            if not full and (not isinstance(value, int) or value < 1):
                 hint = " None means a full batch." if name == "batch_size" else ""
-                raise ConfigError(f"{name} is {value}, expected at least {least}.{hint}")
+                raise ConfigError(f"{name} is {value!r}, expected a whole number of at least 1.{hint}")
         if self.loss not in ("bce", "bpr"):
             raise ConfigError(f"loss is {self.loss!r}, expected 'bce' or 'bpr'.")
         if self.decay_rows not in ("active", "all"):
@@ -95,6 +95,7 @@ class Trained:
     update: Update  # of the shared components: now minus received, after the defenses
     kept: Update  # values (not differences) of what the clients keep, for their next visit
     loss: Tensor  # f32[C]: mean over steps
+    positives: Tensor  # f32[C]: how many own items a client trained on, after the defenses
     steps: int  # client-steps made
 
 
@@ -103,26 +104,67 @@ def train(task: Task, received: Params, kept: Update, data: LocalData, round: in
 
     `kept` holds the values of components that are not shared, and `<component>/<moment>` of a kept optimizer.
     """
-    streams = Streams.simulated(task.seed, round, data.client)
-    used = hooks(task.defense)
-    if "data" in used:
-        data = task.defense.data(data, streams.within("data"))
+    if "data" in hooks(task.defense):
+        data = defended_data(task, data)
+    width = padded(task.training.batch_size, data.count)
+    places = [np.flatnonzero(width == each) for each in np.unique(width)]
+    if len(places) == 1:
+        return _train_alike(task, received, kept, data, round)
+    parts = []  # full batches of different lengths: a client's padding must not depend on its chunk
+    for place in places:
+        mine = kept.select(torch.from_numpy(place).to(kept.client.device))
+        parts.append(_train_alike(task, received, mine, data.select(place), round))
+    back = torch.from_numpy(data.client.argsort().argsort()).to(kept.client.device)  # `join` sorts by client
+    whole = join(parts)
+    update, rest = whole.update.select(back), whole.kept.select(back)
+    return Trained(update, rest, whole.loss[back], whole.positives[back], whole.steps)
+
+
+def join(parts: list[Trained]) -> Trained:
+    """The clients of several results, ascending."""
+    order = torch.cat([part.update.client for part in parts]).argsort()
+    return Trained(
+        merge([part.update for part in parts]),
+        merge([part.kept for part in parts]),
+        torch.cat([part.loss for part in parts])[order],
+        torch.cat([part.positives for part in parts])[order],
+        sum(part.steps for part in parts),
+    )
+
+
+def defended_data(task: Task, data: LocalData) -> LocalData:
+    """The examples after the defense, which changes them in the same way in every round: what is drawn anew each time
+    falls out of what two uploads have in common.
+    """
+    changed = task.defense.data(data, Streams.simulated(task.seed, 0, data.client).within("data"))
+    if not changed.count.all():
+        raise ConfigError(
+            f"The data hook of {task.defense!r} left {int((changed.count == 0).sum()):,} of {len(data.client):,} "
+            "clients without an example, expected at least one each."
+        )
+    return changed
+
+
+def _train_alike(task: Task, received: Params, kept: Update, data: LocalData, round: int) -> Trained:
+    """Clients whose batches have the same padded width."""
     order = np.lexsort((-data.count, -steps_per_epoch(task.training.batch_size, data.count)))
     place = torch.from_numpy(order).to(kept.client.device)
     back = place.argsort()
+    streams = Streams.simulated(task.seed, round, data.client)
     visit = _Visit(task, received, kept.select(place), data.select(order), round, streams.select(order))
     loss = visit.walk()[back]
     update = visit.moved().only({part.name for part in task.components if part.shared}).select(back)
     if not all(bool(torch.isfinite(tensor.sum())) for tensor in (loss, *update.values.values(), *update.rows.values())):
         finite = torch.isfinite(loss) & torch.isfinite(update.norms())
         raise DivergedError(
-            f"Round {round}: loss or update of {int((~finite).sum()):,} of {len(loss):,} clients is not finite.\n"
-            f"  Lower the learning rate ({task.training.optimizer.learning_rate}), or use aggregation 'mean': "
-            "'sum' multiplies every step by the number of clients."
+            f"Round {round}: loss or update of {int((~finite).sum()):,} of {len(loss):,} clients of a chunk is not "
+            f"finite.\n  Lower the learning rate ({task.training.optimizer.learning_rate}); with aggregation 'sum' "
+            "every step is multiplied by the number of clients: use 'mean'."
         )
-    if "upload" in used:
+    if "upload" in hooks(task.defense):
         update = task.defense.upload(update, streams.within("upload"))
-    return Trained(update, visit.kept().select(back), loss, int(visit.plan.steps.sum()))
+    steps = int(visit.plan.steps.sum())
+    return Trained(update, visit.kept().select(back), loss, visit.batches.degree[back], steps)
 
 
 class _Visit:
@@ -246,13 +288,14 @@ class _Visit:
 
     def _walk_compiled(self, rows: dict[str, LazyRows | DirectRows]) -> Tensor | None:
         """The whole visit in one compiled loop, where there is one: a perceptron under cross-entropy and fresh Adam."""
-        names = self.task.model.perceptron
+        names = vars(type(self.task.model)).get("perceptron")  # its own: a subclass may compute something else
         lazy = None if names is None else rows.get(names[1])
         if names is None or not isinstance(lazy, LazyRows) or self.task.training.loss != "bce":
             return None
-        parts = [names[0], *(name for name in self.values if name != names[0])]
-        layers = [self.values[name] for name in parts if name.endswith(".weight")]
-        if len(layers) < 2:
+        layers = [value for name, value in self.values.items() if name.endswith(".weight")]
+        heads = [f"head.{n}.{kind}" for n in range(1, len(layers) + 1) for kind in ("weight", "bias")]
+        parts = [names[0], *heads]
+        if len(layers) < 2 or set(parts) != set(self.values) or list(self.rows) != [names[1]]:
             return None
         params = torch.cat([self.values[name].flatten(1) for name in parts], dim=1)  # f32[C, P]
         loss = torch.empty(len(self.client))
@@ -373,6 +416,11 @@ class _Visit:
         moved = self.moved().only(shared).select(position)
         streams = self.streams.select(position).at(epoch)
         changed = self.task.defense.epoch(moved, streams.within("epoch"))
+        if len(changed.item) != len(moved.item):
+            raise ConfigError(
+                f"The epoch hook of {self.task.defense!r} returned {len(changed.item):,} item rows, expected the "
+                f"{len(moved.item):,} it got.\n  Rows can be added in the upload hook."
+            )
         if self.start is None:
             raise AssertionError("the start is kept when a defense has an epoch hook")
         for name, value in changed.values.items():

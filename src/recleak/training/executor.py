@@ -30,11 +30,10 @@ from safetensors.torch import load_file, save_file
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from recleak.errors import DataError, RecleakError
+from recleak.errors import ConfigError, DataError, RecleakError
 from recleak.models.base import Params
 from recleak.training.cohort import Task, Trained, train
 from recleak.training.local import Examples
-from recleak.training.optimizers import ConfigError
 from recleak.update import Update
 
 A = TypeVar("A")
@@ -204,8 +203,8 @@ class _WorkerSession:
         save_file({name: tensor.contiguous() for name, tensor in received.items()}, file)
         try:
             jobs = ((str(file), work.round, _arrays(work.kept)) for work in works)
-            for update, kept, loss, steps in _ordered(self.pool, _work, jobs, self.width):
-                yield Trained(_update(update), _update(kept), _tensor(loss), steps)
+            for update, kept, loss, positives, steps in _ordered(self.pool, _work, jobs, self.width):
+                yield Trained(_update(update), _update(kept), _tensor(loss), _tensor(positives), steps)
         except BrokenProcessPool as error:
             raise RecleakError(
                 "A worker process died.\n"
@@ -242,7 +241,7 @@ def _nothing() -> None:
     """The first job of a worker process, so that it starts."""
 
 
-def _work(job: tuple[str, int, Arrays]) -> tuple[Arrays, Arrays, NDArray[np.float32], int]:
+def _work(job: tuple[str, int, Arrays]) -> tuple[Arrays, Arrays, NDArray[np.float32], NDArray[np.float32], int]:
     """Train one chunk in a worker process."""
     global _received
     file, round, kept = job
@@ -254,7 +253,13 @@ def _work(job: tuple[str, int, Arrays]) -> tuple[Arrays, Arrays, NDArray[np.floa
         trained = _assignment.do(_received[1], Work(round, _update(kept)))
     except DataError as error:  # it has no form in bytes
         raise RecleakError(str(error)) from None
-    return _arrays(trained.update), _arrays(trained.kept), trained.loss.numpy(), trained.steps
+    return (
+        _arrays(trained.update),
+        _arrays(trained.kept),
+        trained.loss.numpy(),
+        trained.positives.numpy(),
+        trained.steps,
+    )
 
 
 Arrays = tuple[dict[str, Any], dict[str, Any], list[Any]]

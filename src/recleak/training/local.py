@@ -82,6 +82,10 @@ class Examples:
         """How many examples each user has, i64[U]."""
         return self.train.activity * (self.negatives + (self.loss == "bce"))
 
+    @cached_property
+    def _item(self) -> NDArray[np.int32]:
+        return self.train.item  # a table in pieces would be put together at every call
+
     def draw(self, client: NDArray[np.int64], round: int) -> LocalData:
         """The examples of some clients in one round."""
         positives = self.train.activity[client]
@@ -97,7 +101,7 @@ class Examples:
             )
         user = np.repeat(client, positives)  # i64[P]
         position = np.arange(len(user)) - np.repeat(np.cumsum(positives) - positives, positives)
-        own = self.train.item[self.train.indptr[user] + position].astype(np.int64)
+        own = self._item[self.train.indptr[user] + position].astype(np.int64)
         other = negatives_at(
             self.free, user, position, self.negatives, seed=self.seed, round=round if self.resample else None
         ).astype(np.int64)  # i64[P, q]

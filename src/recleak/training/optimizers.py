@@ -19,13 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import kernels
-from recleak.errors import RecleakError
+from recleak.errors import ConfigError
 from recleak.models.base import Params
 from recleak.models.components import require_names
-
-
-class ConfigError(RecleakError):
-    """A setting that cannot be."""
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,9 @@ class ClientStore:
         self._visited = self._open("visited", (n_users,), "u1")
         self._has_row = self._open("rows", (n_users, n_items), "u1") if self._rows else np.zeros((0, 0), np.uint8)
         self._arrays = {
-            **{name: self._open(name, (n_users, *field.shape), field.dtype) for name, field in self._values.items()},
+            **{n: self._open(f"kept.{n}", (n_users, *field.shape), field.dtype) for n, field in self._values.items()},
             **{
-                name: self._open(name, (n_users, n_items, *field.shape), field.dtype)
+                name: self._open(f"kept.{name}", (n_users, n_items, *field.shape), field.dtype)
                 for name, field in self._rows.items()
             },
         }
@@ -307,7 +307,13 @@ def identify(value: Any) -> Any:
         return sorted(map(str, value))
     if isinstance(value, nn.Module):
         weights = {**dict(value.named_parameters()), **dict(value.named_buffers())}
-        return {"class": _name(type(value)), "module": repr(value), "weights": identify(weights)}
+        plain = {
+            f"{path}.{key}": each
+            for path, part in value.named_modules()
+            for key, each in vars(part).items()
+            if not key.startswith("_") and isinstance(each, bool | int | float | str)
+        }
+        return {"class": _name(type(value)), "module": repr(value), "plain": plain, "weights": identify(weights)}
     return _identify_object(value)
 
 
