@@ -65,22 +65,13 @@ def audit(
     """
     from recleak.data.source import open_data
     from recleak.data.split import leave_one_out
-    from recleak.utility import compare
+    from recleak.utility import compare, facts
 
     interactions = open_data(data, preset)
     split = leave_one_out(interactions, by=order, seed=seed)
     comparison = compare(split, negatives=negatives, seed=seed)
     result = {
-        "recleak": __version__,
-        "data": data,
-        "preset": preset,
-        "fingerprint": interactions.fingerprint,
-        "split": split.recipe,
-        "decisions": split.decisions,
-        "candidates": comparison.candidates,
-        "users": comparison.users,
-        "users_with_fewer_candidates": comparison.short_users,
-        "notes": [str(note) for note in interactions.notes],
+        **facts(data, preset, interactions, split, comparison),
         "models": [dataclasses.asdict(row) for row in comparison.rows],
     }
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,6 @@ from cyclopts import Parameter
 from rich.table import Table
 from rich.text import Text
 
-from recleak import __version__
 from recleak.errors import RecleakError
 from recleak.terminal import err, out, say, say_json
 
@@ -149,7 +148,7 @@ def train(
     from recleak.data.split import leave_one_out
     from recleak.protocols.federated import train_federated
     from recleak.training.executor import InProcess, Workers
-    from recleak.utility import BASELINES, compare
+    from recleak.utility import BASELINES, compare, facts
 
     protocol, model, defense = training.protocol(), training.recommender(), training.defense()
     protocol.check()
@@ -176,16 +175,7 @@ def train(
     rows = [*others, dataclasses.replace(mine, seconds=mine.seconds + seconds)]
     made = sum(trained.clients[trained.continued :])
     result = {
-        "recleak": __version__,
-        "data": data,
-        "preset": preset,
-        "fingerprint": interactions.fingerprint,
-        "split": split.recipe,
-        "decisions": split.decisions,
-        "candidates": comparison.candidates,
-        "users": comparison.users,
-        "users_with_fewer_candidates": comparison.short_users,
-        "notes": [str(note) for note in interactions.notes],
+        **facts(data, preset, interactions, split, comparison),
         "settings": {**dataclasses.asdict(training), "seed": seed, "record": record, "workers": workers},
         "rounds": len(trained.loss),
         "rounds_of_an_earlier_call": trained.continued,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from recleak import __version__
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.split import Split
@@ -67,3 +68,19 @@ def _union(first: Interactions, second: Interactions) -> Interactions:
     """Two parts of one split as one part."""
     rows = first.rows.vstack(second.rows).sort("user", maintain_order=True).rechunk()
     return Interactions(rows, first.users, first.items)
+
+
+def facts(name: str, preset: str | None, data: Interactions, split: Split, comparison: Comparison) -> dict[str, object]:
+    """What a result says of itself: version, data and their fingerprint, split, candidates, and what was dropped."""
+    return {
+        "recleak": __version__,
+        "data": name,
+        "preset": preset,
+        "fingerprint": data.fingerprint,
+        "split": split.recipe,
+        "decisions": split.decisions,
+        "candidates": comparison.candidates,
+        "users": comparison.users,
+        "users_with_fewer_candidates": comparison.short_users,
+        "notes": [str(note) for note in data.notes],
+    }
