@@ -25,7 +25,7 @@ audit: $(READY)  ## The main job on the embedded data; prints where the result i
 test: $(READY) lint types  ## Lint, types and the whole test suite
 	$(BIN)/pytest -n auto -m "not slow"
 
-check: $(READY) lint types  ## Lint, types and the quick tests, in under 90 s
+check: $(READY) lint types  ## Lint, types and the quick tests, in under two minutes
 	$(BIN)/pytest -n auto -m "not slow and not heavy" -q
 
 lint: $(READY)  ## ruff

@@ -104,14 +104,17 @@ class TestMF(ModelContract):
     model = MF(8)
 
 
+@pytest.mark.heavy
 class TestMFWithBiases(ModelContract):
     model = MF(5, biases=True)
 
 
+@pytest.mark.heavy
 class TestGMF(ModelContract):
     model = GMF(8, init=Normal(0.5))
 
 
+@pytest.mark.heavy
 class TestDeepNCF(ModelContract):
     model = NCF(6, (9, 7, 5))
 
@@ -120,6 +123,7 @@ class TestNCF(ModelContract):
     model = NCF(8, (16, 8))
 
 
+@pytest.mark.heavy
 class TestNCFOfOneHiddenLayer(ModelContract):
     model = NCF(5, (6,))
 
@@ -128,29 +132,35 @@ class TestLightGCN(ModelContract):
     model = LightGCN(8)
 
 
+@pytest.mark.heavy
 class TestLightGCNOfTwoLayers(ModelContract):
     model = LightGCN(8, 2, combine="sum")
 
 
+@pytest.mark.heavy
 class TestLightGCNWithPerceptron(ModelContract):
     # A perceptron can tell own items by the user's vector in them, and then knows nothing of a held-out one; with
     # vectors of some size it learns the colors first.
     model = LightGCN(8, score="mlp", hidden=(16, 4), init=Normal(0.5))
 
 
+@pytest.mark.heavy
 class TestLightGCNOfTwoLayersWithPerceptron(ModelContract):
     model = LightGCN(8, 2, combine="sum", score="mlp", hidden=(16,), init=Normal(0.5))
 
 
+@pytest.mark.heavy
 class TestFedGCN(ModelContract):
     model = LightGCN(8, normalization="mean", propagate_items=False)
 
 
+@pytest.mark.heavy
 class TestFeatureGCN(ModelContract):
     model = FeatureGCN(6, 8, (16,), dense_init=FanIn())
     user_features = 6
 
 
+@pytest.mark.heavy
 class TestFeatureGCNOnItemFeatures(ModelContract):
     model = FeatureGCN(6, 8, (16,), item_side="features", item_feature_dim=24, dense_init=FanIn())
     user_features = 6
@@ -160,10 +170,12 @@ class TestPFedRec(ModelContract):
     model = PFedRec(8)
 
 
+@pytest.mark.heavy
 class TestTorchModel(ModelContract):
     model = TorchModel(PlainNCF())
 
 
+@pytest.mark.heavy
 class TestOdd(ModelContract):
     model = Odd()
 
