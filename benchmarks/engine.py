@@ -145,11 +145,12 @@ def main() -> None:
     rates["limit"].append(gemm_rate() / operations)
     limit, batched, adapter = (max(rates[name]) for name in ("limit", "engine", "adapter"))
     (threads, fused), looped = max(loops.items(), key=lambda entry: entry[1])
+    steps = {"gemm limit": limit, "engine": batched, "adapter": adapter, "loop": looped}
     result = {
         "cores": cores(),
         "operations_per_client_step": operations,
         "gemm_gflops": limit * operations / 1e9,
-        "client_steps_per_second": {"gemm limit": limit, "engine": batched, "adapter": adapter, "loop": looped},
+        "client_steps_per_second": steps,
         "loop": {f"{t} threads, {'fused' if f else 'plain'} Adam": rate for (t, f), rate in loops.items()},
         "speedup_over_loop": batched / looped,
         "gemm_share": batched / limit,
@@ -163,7 +164,7 @@ def main() -> None:
         "gemm limit": f"GEMM, {result['gemm_gflops']:.0f} GFLOPS",
     }
     for key, name in names.items():
-        rate = result["client_steps_per_second"][key]  # type: ignore[index]
+        rate = steps[key]
         table.add_row(name, f"{rate:,.0f}", f"{1e3 / rate:.4f}", f"{rate / looped:.1f}", f"{rate / limit:.2f}")
     Console().print(table)
     OUT.parent.mkdir(exist_ok=True)

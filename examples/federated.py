@@ -67,7 +67,8 @@ def main() -> None:
             trained = train_federated(protocol, model, split.train, defense=defense, taps=[recorder])
             state = attack.init(known)
             for message in replay(Path(folder) / "seen"):
-                state = attack.fold(state, message)  # type: ignore[arg-type]
+                if (seen := Server().sees(message)) is not None:
+                    state = attack.fold(state, seen)
         hit = rank(trained, split.train, split.test).hit(10).mean()
         print(f"{name:32} Hit@10 {hit:.3f}; attack AUC {mean_auc(attack, state, split.train):.2f} (0.50 is chance)")
 

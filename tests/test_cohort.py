@@ -442,12 +442,15 @@ def test_fake_items_are_neighbors(spare: bool) -> None:
 def test_features_hook() -> None:
     features = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
     model = FeatureGCN(5, 6, (8,), dense_init=FanIn())
-    compare(model, replace(SMALL, optimizer=SGD(0.05)), defense=BlurredFeatures(), features=features)
+    compare(model, replace(SMALL, optimizer=SGD(0.05)), defense=BlurredFeatures(), features=features, rounds=2)
 
 
+@pytest.mark.parametrize("model", [MF(6), NCF(8, (16,))], ids=["mf", "ncf"])
+@pytest.mark.parametrize("batch_size", [8, None])
 @pytest.mark.parametrize("defense", HOOKS.values(), ids=HOOKS)
-def test_hooks_do_not_depend_on_the_chunk(defense: Defense) -> None:
-    task = Task(MF(6), MF(6).components(), replace(SMALL, optimizer=Adam(0.01, keep=True)), defense)
+def test_hooks_do_not_depend_on_the_chunk(defense: Defense, batch_size: int | None, model: Model) -> None:
+    training = replace(SMALL, optimizer=Adam(0.01, keep=True), batch_size=batch_size)
+    task = Task(model, model.components(), training, defense)
     everyone = np.arange(24)
     whole = visits(train, task, ragged(), everyone, rounds=2)
     for places in (everyone[:1], everyone[5:8], everyone[8:]):

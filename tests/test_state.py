@@ -17,9 +17,9 @@ from torch import Tensor
 from recleak.models.components import Component, Given
 from recleak.models.mf import MF
 from recleak.training import state
-from recleak.training.cohort import AGE
 from recleak.training.optimizers import SGD, Adam
 from recleak.training.state import CheckpointError, ClientStore, differences, identify, locked, read_file, replace_file
+from recleak.training.visit import AGE
 from recleak.update import Update
 
 KEPT = tuple(

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from recleak.models.base import Batch, Params
 from recleak.streams import Streams
-from recleak.training.cohort import AGE, Task, Trained
+from recleak.training.cohort import Task, Trained
 from recleak.training.local import LocalData, plan
 from recleak.training.optimizers import Adam
+from recleak.training.visit import AGE
 from recleak.update import Update, merge
 
 _STATE = {"mean": "exp_avg", "square": "exp_avg_sq", "momentum": "momentum_buffer"}  # what torch calls the moments

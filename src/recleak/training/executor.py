@@ -131,16 +131,14 @@ class Workers:
 
     @contextmanager
     def open(self, assignment: Assignment) -> Iterator[Session]:
-        """The assignment and broadcasts go through files, results come back as arrays."""
+        """The assignment goes to each worker as it starts, broadcasts through files; results come back as arrays."""
         width = _width("processes", self.processes)
         with tempfile.TemporaryDirectory(prefix="recleak-") as folder:
-            file = Path(folder) / "assignment"
-            _write_assignment(assignment, file)
             pool = ProcessPoolExecutor(
                 width,
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin,
-                initargs=(str(file),),
+                initargs=(_packed(assignment),),
             )
             try:
                 with _interrupts_wait():
@@ -161,10 +159,10 @@ def _width(what: str, given: int | None) -> int:
     return cores() if given is None else given
 
 
-def _write_assignment(assignment: Assignment, file: Path) -> None:
+def _packed(assignment: Assignment) -> bytes:
+    """The assignment for a child process, which gets it through the pipe that Python starts it with; never a file."""
     try:
-        with open(file, "wb") as opened:
-            pickle.dump(assignment, opened)
+        return pickle.dumps(assignment)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"Got a model, defense or optimizer that cannot be sent to a worker process ({error}).\n"
@@ -219,15 +217,14 @@ _assignment: Assignment | None = None  # of this worker process
 _received: tuple[str, Params] = ("", {})
 
 
-def _begin(file: str) -> None:
+def _begin(assignment: bytes) -> None:
     """A worker process starts: one thread, no interrupts, and it ends with its parent."""
     global _assignment
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     threadpool_limits(1)  # for good: nothing undoes it
-    with open(file, "rb") as opened:
-        _assignment = pickle.load(opened)  # noqa: S301 (our parent wrote it a moment ago, into a folder of its own)
+    _assignment = pickle.loads(assignment)  # noqa: S301 (from our parent, as all that Python gives a child process)
 
 
 def _end_with_parent() -> None:

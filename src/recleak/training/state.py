@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from recleak.data.interactions import Interactions
 from recleak.errors import RecleakError
 from recleak.models.components import Component
-from recleak.training.cohort import AGE
 from recleak.training.optimizers import Optimizer
+from recleak.training.visit import AGE
 from recleak.update import Update
 
 _ROOM = 1 << 24  # bytes that stay free on the disk: writing into a mapped file on a full disk kills a process

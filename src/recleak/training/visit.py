@@ -1,0 +1,444 @@
+"""The steps of a chunk of clients: what they begin with, how they walk through their batches, what they end with.
+
+Clients are sorted by their number of steps, so those still active at a step are a prefix. Axis letters: C clients,
+A active ones, B items in a batch, N item rows of all clients, I items, d factors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from recleak import kernels
+from recleak.defenses.base import hooks
+from recleak.errors import ConfigError
+from recleak.models.base import Batch, Params
+from recleak.models.components import Component
+from recleak.streams import Streams
+from recleak.training.local import LocalData, held_rows, plan
+from recleak.training.optimizers import (
+    SGD,
+    Adam,
+    DirectRows,
+    LazyRows,
+    Stepper,
+    idle_moves,
+    learning_rate,
+    reach,
+)
+from recleak.update import Update
+
+if TYPE_CHECKING:
+    from recleak.training.cohort import Task
+
+_LARGEST = 1 << 23  # entries of the table of idle moves; with a larger one (slow betas, long visits) it does not pay
+_SUM = " summed over own items"  # marks the gradient that flows through a sum over all own rows
+AGE = "optimizer/age"  # the name under which a client keeps how many steps its optimizer has made
+
+
+class Visit:
+    """The working state of one chunk of clients. It is changed in place, and nothing of it outlives the visit."""
+
+    def __init__(
+        self, task: Task, received: Params, kept: Update, data: LocalData, round: int, streams: Streams
+    ) -> None:
+        training, optimizer = task.training, task.training.optimizer
+        self.task, self.received, self.data, self.streams, self.optimizer = task, received, data, streams, optimizer
+        self.used = hooks(task.defense)
+        self.device = kept.client.device
+        self.rates = {part.name: learning_rate(optimizer, part.name) for part in task.components}
+        self.plan = plan(
+            data,
+            epochs=training.epochs,
+            batch_size=training.batch_size,
+            seed=task.seed,
+            round=round,
+            shuffle=training.shuffle,
+        )
+        self.held = held_rows(data, self._rows_beside(kept))
+        self.client = self._put(data.client)
+        self.item, self.offset = self._put(self.held.item), self._put(self.held.offset)
+        self.values = {p.name: self._first_values(p, kept) for p in task.components if p.storage != "per_item"}
+        self.rows = {p.name: self._first_rows(p, kept) for p in task.components if p.storage == "per_item"}
+        self.start = self._now().map(lambda _, tensor, __: tensor.clone()) if self._compares else None
+        self.age = kept.values[AGE].clone() if optimizer.keep else None
+        self.moments = self._first_moments(kept)
+        self.batches = _Batches(self)
+
+    @property
+    def _compares(self) -> bool:
+        """A hook needs to know how far the clients have moved."""
+        return bool(self.used & {"penalty", "epoch"})
+
+    @property
+    def _every_row(self) -> bool:
+        """Rows outside the batch have a gradient, or must be up to date at every step."""
+        return self._compares or self.task.model.reads_neighbors or "gradient" in self.used
+
+    def _put(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    # What the clients begin with.
+
+    def _rows_beside(self, kept: Update) -> NDArray[np.int64] | None:
+        """Keys (position * I + item) of rows that move although no example touches them."""
+        if self.task.training.decay_rows == "all" and self.optimizer.weight_decay:
+            return np.arange(len(self.data.client) * self.data.n_items)
+        if self.optimizer.keep and self.optimizer.moments:
+            return _keys(kept)
+        return None
+
+    def _first_values(self, part: Component, kept: Update) -> Tensor:
+        if not part.shared:
+            return kept.values[part.name].clone()
+        whole = self.received[part.name]
+        if part.storage == "per_user":
+            return whole.index_select(0, self.client)
+        return whole.expand(len(self.client), *whole.shape).clone()
+
+    def _first_rows(self, part: Component, kept: Update) -> Tensor:
+        if part.shared:
+            return self.received[part.name].index_select(0, self.item)
+        return self._recall(part.name, part.draw(self.task.seed, self.held.item).to(self.device), kept)
+
+    def _first_moments(self, kept: Update) -> dict[str, list[Tensor]]:
+        moments: dict[str, list[Tensor]] = {}
+        for name, value in self.values.items():
+            moments[name] = [
+                kept.values[f"{name}/{moment}"].clone() if self.optimizer.keep else torch.zeros_like(value)
+                for moment in self.optimizer.moments
+            ]
+        for name, value in self.rows.items():
+            moments[name] = [
+                self._recall(f"{name}/{moment}", torch.zeros_like(value), kept)
+                if self.optimizer.keep
+                else torch.zeros_like(value)
+                for moment in (self.optimizer.moments if self._strategy == "table" else ())
+            ]
+        return moments
+
+    def _recall(self, name: str, rows: Tensor, kept: Update) -> Tensor:
+        """`rows`, overwritten by those that the clients kept."""
+        if len(kept.item):
+            mine = np.repeat(np.arange(len(self.data.client)), np.diff(self.held.offset)) * self.data.n_items
+            place = np.searchsorted(_keys(kept), mine + self.held.item)
+            found = np.flatnonzero(np.append(_keys(kept), -1)[place] == mine + self.held.item)
+            rows[self._put(found)] = kept.rows[name][self._put(place[found])]
+        return rows
+
+    # The steps.
+
+    @property
+    def _strategy(self) -> Literal["lazy", "direct", "table"]:
+        """How item rows are stepped; see `optimizers`."""
+        if self._every_row or self.optimizer.weight_decay:
+            return "table"
+        if isinstance(self.optimizer, SGD):
+            return "table" if self.optimizer.momentum else "direct"
+        if self.device.type != "cpu" or self.optimizer.keep or not self.optimizer.beta2:
+            return "table"
+        steps = len(self.plan.active)
+        return "lazy" if steps * reach(self.optimizer, steps) <= _LARGEST else "table"
+
+    def walk(self) -> Tensor:
+        """All steps of all clients; the mean loss of each, f32[C]."""
+        strategy = self._strategy
+        rows: dict[str, LazyRows | DirectRows] = {}
+        for name, value in self.rows.items():
+            rate = self.rates[name]
+            if strategy == "lazy" and isinstance(self.optimizer, Adam):
+                moves = idle_moves(self.optimizer, rate, len(self.plan.active))
+                rows[name] = LazyRows(value, self.optimizer, rate, moves)
+                self.rows[name] = rows[name].value
+            else:
+                rows[name] = DirectRows(value, rate)
+        loss = self._walk_compiled(rows)
+        return self._walk(rows, strategy) if loss is None else loss
+
+    def _walk_compiled(self, rows: dict[str, LazyRows | DirectRows]) -> Tensor | None:
+        """The whole visit in one compiled loop, where there is one: a perceptron under cross-entropy and fresh Adam."""
+        names = vars(type(self.task.model)).get("perceptron")  # its own: a subclass may compute something else
+        lazy = None if names is None else rows.get(names[1])
+        if names is None or not isinstance(lazy, LazyRows) or self.task.training.loss != "bce":
+            return None
+        layers = [value for name, value in self.values.items() if name.endswith(".weight")]
+        heads = [f"head.{n}.{kind}" for n in range(1, len(layers) + 1) for kind in ("weight", "bias")]
+        parts = [names[0], *heads]
+        if len(layers) < 2 or set(parts) != set(self.values) or list(self.rows) != [names[1]]:
+            return None
+        params = torch.cat([self.values[name].flatten(1) for name in parts], dim=1)  # f32[C, P]
+        loss = torch.empty(len(self.client))
+        kernels.perceptron_visits(
+            self.batches.row,
+            self.batches.label.numpy(),
+            self.plan.weight,
+            self.plan.steps,
+            self.held.offset,
+            lazy.table,
+            lazy.last,
+            lazy.first,
+            lazy.moves.moves,
+            lazy.moves.decay,
+            lazy.moves.sizes,
+            lazy.rate,
+            params.numpy(),
+            np.array([*(layer.shape[1] for layer in layers), 1]),
+            np.array([self.rates[name] for name in parts]),
+            lazy.optimizer.beta1,
+            lazy.optimizer.beta2,
+            lazy.optimizer.epsilon,
+            loss.numpy(),
+        )
+        at = 0
+        for name in parts:
+            shape, size = self.values[name].shape, self.values[name][0].numel()
+            self.values[name] = params[:, at : at + size].reshape(shape)
+            at += size
+        return loss
+
+    def _walk(self, rows: dict[str, LazyRows | DirectRows], strategy: str) -> Tensor:
+        """Step by step for all clients."""
+        active = [*self.plan.active.tolist(), 0]
+        loss = torch.zeros(len(self.client), device=self.device)
+        for step, now in enumerate(active[:-1]):
+            if step == 0 or now < active[step - 1]:
+                whole = self._now(now)
+                steppers = [(self._stepper(whole.values, now), None if self.age is None else self.age[:now])]
+                if strategy == "table":
+                    age = None if self.age is None else self.age[whole.owner]
+                    steppers.append((self._stepper(whole.rows, len(whole.item)), age))
+            batch = self.batches.at(step, now)
+            params = dict(whole.values)
+            for name, reader in rows.items():
+                params[name] = reader.read(batch.row, step)
+            gradients = self._gradients(params, batch, loss[:now])
+            if strategy == "table":
+                gradients = self._of_all_rows(step, whole, batch, gradients)
+            else:
+                for name, reader in rows.items():
+                    reader.step(batch.row, gradients[name], step + 1)
+            for stepper, age in steppers:
+                stepper.step(gradients, step + 1 if age is None else age + step + 1)
+            if active[step + 1] < now:  # these clients are done
+                done = slice(int(self.held.offset[active[step + 1]]), int(self.held.offset[now]))
+                for reader in rows.values():
+                    reader.settle(done, step + 1)
+            if "epoch" in self.used:
+                self._end_epoch(step, now)
+        return loss / self._put(self.plan.steps)
+
+    def _gradients(self, params: Params, batch: _Step, loss: Tensor) -> Params:
+        """Of each client's loss with respect to its parameters; the loss itself is added to `loss`, f32[A]."""
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        sums = {name: value.detach().requires_grad_() for name, value in batch.inputs.neighbors.items()}
+        logits = self.task.model.logits(leaves, replace(batch.inputs, neighbors=sums))
+        each = (
+            cross_entropy(logits, batch.label, batch.weight)
+            if self.task.training.loss == "bce"
+            else pairwise(logits, batch.weight)
+        )
+        loss += each.detach()
+        inputs = {**leaves, **{f"{name}{_SUM}": value for name, value in sums.items()}}
+        gradients = torch.autograd.grad(each.sum(), list(inputs.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(inputs, gradients, strict=True))
+
+    def _stepper(self, tensors: Params, length: int) -> Stepper:
+        moments = {name: [moment[:length] for moment in self.moments[name]] for name in tensors}
+        return Stepper(self.optimizer, self.rates, tensors, moments)
+
+    def _of_all_rows(self, step: int, whole: Update, batch: _Step, gradients: Params) -> Params:
+        """The gradients with respect to all rows that the active clients hold, after the hooks."""
+        now = whole.n_clients
+        row = self._put(batch.row.reshape(-1))
+        own, owner = self.batches.own(now)
+        rows = {}
+        for name, value in whole.rows.items():
+            rows[name] = torch.zeros_like(value).index_add_(0, row, gradients[name].reshape(len(row), *value.shape[1:]))
+            if (through := gradients.get(f"{name}{_SUM}")) is not None:
+                rows[name].index_add_(0, own, through.index_select(0, owner))
+        gradient = replace(whole, values={name: gradients[name] for name in whole.values}, rows=rows)
+        if "penalty" in self.used:
+            gradient = self._with_penalty(gradient)
+        if "gradient" in self.used:
+            streams = self.streams.select(torch.arange(now)).at(step)
+            gradient = self.task.defense.gradient(gradient, streams.within("gradient"))
+        return {**gradient.values, **gradient.rows}
+
+    def _with_penalty(self, gradient: Update) -> Update:
+        moved = self.moved(gradient.n_clients).map(lambda _, tensor, __: tensor.detach().requires_grad_())
+        penalty = self.task.defense.penalty(moved)
+        if penalty is None:
+            return gradient
+        tensors = [*moved.values.values(), *moved.rows.values()]
+        extra = torch.autograd.grad(penalty.sum(), tensors, allow_unused=True, materialize_grads=True)
+        by_name = dict(zip(moved.names(), extra, strict=True))
+        return gradient.map(lambda name, tensor, _: tensor + by_name[name])
+
+    def _end_epoch(self, step: int, now: int) -> None:
+        """The hook for clients that have just finished an epoch: it sees and changes what they would share."""
+        ended = np.flatnonzero((step + 1) % self.plan.per_epoch[:now] == 0)
+        if not len(ended):
+            return
+        position = self._put(ended)
+        epoch = self._put((step + 1) // self.plan.per_epoch[ended])
+        shared = {part.name for part in self.task.components if part.shared}
+        moved = self.moved().only(shared).select(position)
+        streams = self.streams.select(position).at(epoch)
+        changed = self.task.defense.epoch(moved, streams.within("epoch"))
+        if len(changed.item) != len(moved.item):
+            raise ConfigError(
+                f"The epoch hook of {self.task.defense!r} returned {len(changed.item):,} item rows, expected the "
+                f"{len(moved.item):,} it got.\n  Rows can be added in the upload hook."
+            )
+        if self.start is None:
+            raise AssertionError("the start is kept when a defense has an epoch hook")
+        for name, value in changed.values.items():
+            self.values[name][position] = self.start.values[name][position] + value
+        mine = torch.isin(self._now().owner, position)
+        for name, value in changed.rows.items():
+            self.rows[name][mine] = self.start.rows[name][mine] + value
+
+    # What the clients end with.
+
+    def _now(self, clients: int | None = None) -> Update:
+        """The parameters of the first clients, in place."""
+        now = len(self.client) if clients is None else clients
+        n = int(self.held.offset[now])
+        return Update(
+            self.client[:now],
+            {name: value[:now] for name, value in self.values.items()},
+            {name: value[:n] for name, value in self.rows.items()},
+            self.item[:n],
+            self.offset[: now + 1],
+            self.data.n_items,
+        )
+
+    def moved(self, clients: int | None = None) -> Update:
+        """How far the first clients are from where they began."""
+        now = self._now(clients)
+        start = self.start
+        if start is not None:
+            return now.map(
+                lambda name, tensor, owner: (
+                    tensor - (start.values if owner is None else start.rows)[name][: len(tensor)]
+                )
+            )
+        shared = now.only({part.name for part in self.task.components if part.shared})
+        of = {part.name: part.storage for part in self.task.components}
+
+        def difference(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+            whole = self.received[name]
+            if of[name] == "dense":
+                return tensor - whole
+            return tensor - whole.index_select(0, shared.client if owner is None else shared.item)
+
+        return shared.map(difference)
+
+    def kept(self) -> Update:
+        """The values that the clients keep until their next visit."""
+        kept = self._now().only({part.name for part in self.task.components if not part.shared})
+        if self.age is None:
+            return kept
+        now = self._now()
+        values = {
+            f"{n}/{m}": t for n in self.values for m, t in zip(self.optimizer.moments, self.moments[n], strict=True)
+        }
+        rows = {f"{n}/{m}": t for n in self.rows for m, t in zip(self.optimizer.moments, self.moments[n], strict=True)}
+        age = self.age + self._put(self.plan.steps)
+        return replace(now, values={**kept.values, **values, AGE: age}, rows={**kept.rows, **rows})
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """The batches of the active clients at one step; with a pairwise loss the preferred items come first."""
+
+    row: NDArray[np.int64]  # i64[A, B]: places in the flat table
+    label: Tensor  # f32[A, B]
+    weight: Tensor  # f32[A, B]; with a pairwise loss f32[A, B / 2]
+    inputs: Batch
+
+
+class _Batches:
+    """Hands out the batches of a visit."""
+
+    def __init__(self, visit: Visit) -> None:
+        self.visit, held, task, device = visit, visit.held, visit.task, visit.device
+        clients = len(visit.client)
+        example = visit.plan.example  # i64[S, C, B]
+        label = visit.data.label[example]
+        self.row = held.of_item[example]
+        if held.of_against is not None:
+            self.row = np.concatenate([self.row, held.of_against[example]], axis=2)
+            label = np.concatenate([label, np.zeros_like(label)], axis=2)
+        self.label = torch.from_numpy(label).to(device)
+        self._weight = torch.from_numpy(visit.plan.weight).to(device)
+        is_own = np.zeros(len(held.item), bool)
+        is_own[held.own] = True
+        self._is_own = torch.from_numpy(is_own[self.row]).to(device)
+        self.degree = torch.from_numpy(np.diff(held.own_offset).astype(np.float32)).to(device)
+        self._own = visit._put(held.own)
+        self._own_owner = torch.repeat_interleave(torch.arange(clients, device=device), self.degree.long())
+        self.features = features_of(task, visit.client)
+        self.item_features = None if task.item_features is None else task.item_features.to(device)[visit.item]
+        self.neighbor_features = None if self.item_features is None else self._sum(self.item_features, clients)
+
+    def own(self, now: int) -> tuple[Tensor, Tensor]:
+        """The rows of the first clients' own items, and the position of their client."""
+        n = int(self.visit.held.own_offset[now])
+        return self._own[:n], self._own_owner[:n]
+
+    def _sum(self, rows: Tensor, now: int) -> Tensor:
+        own, owner = self.own(now)
+        return rows.new_zeros(now, *rows.shape[1:]).index_add_(0, owner, rows.index_select(0, own))
+
+    def at(self, step: int, now: int) -> _Step:
+        """The batches of the first `now` clients."""
+        visit = self.visit
+        row, label, weight = self.row[step, :now], self.label[step, :now], self._weight[step, :now]
+        own, reads, features = self._is_own[step, :now], visit.task.model.reads_neighbors, self.item_features
+        if not reads and features is None and self.features is None:
+            return _Step(row, label, weight, Batch(own, self.degree[:now]))
+        inputs = Batch(
+            own=own,
+            degree=self.degree[:now],
+            neighbors={name: self._sum(value, now) for name, value in visit.rows.items()} if reads else {},
+            user_features=None if self.features is None else self.features[:now],
+            item_features=None
+            if features is None
+            else features.index_select(0, visit._put(row.reshape(-1))).view(now, -1, features.shape[1]),
+            neighbor_features=None if self.neighbor_features is None else self.neighbor_features[:now],
+        )
+        return _Step(row, label, weight, inputs)
+
+
+def features_of(task: Task, client: Tensor) -> Tensor | None:
+    """The user features that clients work with, f32[C, F]: a defense changes them once, and not anew in each round."""
+    if task.user_features is None:
+        return None
+    features = task.user_features.to(client.device)[client]
+    if "features" in hooks(task.defense):
+        features = task.defense.features(features, Streams.simulated(task.seed, 0, client).within("features"))
+    return features
+
+
+def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+    """The weighted binary cross-entropy of each client: f32[C, B] three times -> f32[C]."""
+    return (functional.binary_cross_entropy_with_logits(logits, label, reduction="none") * weight).sum(1)
+
+
+def pairwise(logits: Tensor, weight: Tensor) -> Tensor:
+    """BPR (Rendle et al. 2009): -log sigmoid(preferred - other); the first half of f32[C, B] is preferred."""
+    preferred, other = logits.chunk(2, dim=1)
+    return -(functional.logsigmoid(preferred - other) * weight).sum(1)
+
+
+def _keys(kept: Update) -> NDArray[np.int64]:
+    """position * I + item of each row, ascending."""
+    keys: NDArray[np.int64] = (kept.owner * kept.n_items + kept.item).cpu().numpy()
+    return keys
