@@ -34,8 +34,9 @@ from recleak.models.adapter import TorchModel
 from recleak.models.base import Model
 from recleak.models.ncf import NCF
 from recleak.protocols.federated import Federated, train_federated
+from recleak.training.chunks import cores
 from recleak.training.cohort import LocalTraining
-from recleak.training.executor import InProcess, cores
+from recleak.training.executor import InProcess
 from recleak.training.local import Examples, held_rows, plan, steps_per_epoch
 
 OUT = Path(__file__).parent / "out" / "engine.json"

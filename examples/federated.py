@@ -38,7 +38,7 @@ class MovedRows:
         """Nobody has moved anything."""
         return {"moved": torch.zeros(knowledge.n_users, knowledge.n_items)}
 
-    def fold(self, state: State, message: ServerMessage) -> State:
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """Add the length of each row's change."""
         if not isinstance(message, Upload):
             return state
@@ -46,7 +46,7 @@ class MovedRows:
         place = update.client[update.owner], update.item
         return {"moved": state["moved"].index_put(place, update.rows["item"].norm(dim=1), accumulate=True)}
 
-    def answer(self, state: State, question: WhichItems) -> Tensor:
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         """Higher is more likely."""
         return state["moved"][question.client, question.item]
 
@@ -68,16 +68,18 @@ def main() -> None:
             state = attack.init(known)
             for message in replay(Path(folder) / "seen"):
                 if (seen := Server().sees(message)) is not None:
-                    state = attack.fold(state, seen)
+                    state = attack.fold(known, state, seen)
         hit = rank(trained, split.train, split.test).hit(10).mean()
-        print(f"{name:32} Hit@10 {hit:.3f}; attack AUC {mean_auc(attack, state, split.train):.2f} (0.50 is chance)")
+        print(
+            f"{name:32} Hit@10 {hit:.3f}; attack AUC {mean_auc(attack, known, state, split.train):.2f} (0.50 is chance)"
+        )
 
 
-def mean_auc(attack: MovedRows, state: State, train: Interactions) -> float:
+def mean_auc(attack: MovedRows, known: Knowledge, state: State, train: Interactions) -> float:
     """The chance that an item of a user scores above one that is not its own; the mean over users."""
     values = []
     for user, owned in enumerate(train.matrix().toarray() > 0):
-        score = attack.answer(state, WhichItems(torch.full((train.n_items,), user), torch.arange(train.n_items)))
+        score = attack.answer(known, state, WhichItems(torch.full((train.n_items,), user), torch.arange(train.n_items)))
         mine, other = score[torch.from_numpy(owned)][:, None], score[torch.from_numpy(~owned)]
         values.append(((mine > other).float() + 0.5 * (mine == other).float()).mean().item())
     return sum(values) / len(values)

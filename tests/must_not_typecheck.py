@@ -37,12 +37,12 @@ class AtTheServer:
     def init(self, knowledge: Knowledge) -> State:
         return {"total": torch.zeros(knowledge.n_items)}
 
-    def fold(self, state: State, message: ServerMessage) -> State:
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         if isinstance(message, Upload):
             return {"total": state["total"] + message.update.norms().sum()}
         return state
 
-    def answer(self, state: State, question: WhichItems) -> Tensor:
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         return state["total"][question.item]
 
 
@@ -55,12 +55,12 @@ class AtTheAggregator:
     def init(self, knowledge: Knowledge) -> State:
         return {}
 
-    def fold(self, state: State, message: AggregatorMessage) -> State:
+    def fold(self, knowledge: Knowledge, state: State, message: AggregatorMessage) -> State:
         if isinstance(message, Aggregate):
             return message.total
         return state
 
-    def answer(self, state: State, question: WhichItems) -> Tensor:
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         return state["item"][question.item]
 
 
@@ -73,10 +73,10 @@ class WantsTooMuch:
     def init(self, knowledge: Knowledge) -> State:
         return {}
 
-    def fold(self, state: State, message: Upload) -> State:
+    def fold(self, knowledge: Knowledge, state: State, message: Upload) -> State:
         return message.update.rows
 
-    def answer(self, state: State, question: WhichItems) -> Tensor:
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         return state["item"]
 
 
@@ -93,11 +93,13 @@ def an_attack_runs_at_its_own_vantage_point_only(knowledge: Knowledge) -> None:
     Listening(Aggregator(), WantsTooMuch(), knowledge)  # error
 
 
-def folding_by_hand_is_no_way_around(upload: Upload, push: Push, shown: Recommendations, sums: Aggregate) -> None:
-    AtTheServer().fold({}, sums)
-    AtTheAggregator().fold({}, upload)  # error
-    AtTheAggregator().fold({}, push)  # error
-    AtTheServer().fold({}, shown)  # error
+def folding_by_hand_is_no_way_around(
+    knowledge: Knowledge, upload: Upload, push: Push, shown: Recommendations, sums: Aggregate
+) -> None:
+    AtTheServer().fold(knowledge, {}, sums)
+    AtTheAggregator().fold(knowledge, {}, upload)  # error
+    AtTheAggregator().fold(knowledge, {}, push)  # error
+    AtTheServer().fold(knowledge, {}, shown)  # error
 
 
 def what_a_vantage_point_delivers(message: Upload) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from itertools import product
+from typing import ClassVar, get_args
 
 import numpy as np
 import pytest
@@ -18,15 +19,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from recleak import kernels
 from recleak.defenses.base import Chain, Defense
 from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.noise import GaussianNoise
+from recleak.defenses.proximal import Proximal
 from recleak.errors import ConfigError
 from recleak.models.adapter import TorchModel
 from recleak.models.base import Batch, Model, Params
 from recleak.models.components import Component, FanIn, Normal, sharing
 from recleak.models.feature_gcn import FeatureGCN
-from recleak.models.lightgcn import LightGCN
+from recleak.models.lightgcn import Combine, LightGCN, Normalization
 from recleak.models.mf import GMF, MF
 from recleak.models.mlp import dot
 from recleak.models.ncf import NCF
@@ -42,8 +45,9 @@ from recleak.testing.models import (
     visits,
 )
 from recleak.testing.oracle import oracle
+from recleak.training.chunks import one_thread
 from recleak.training.cohort import DivergedError, LocalTraining, Task, Trained, train
-from recleak.training.executor import InProcess, Workers, one_thread
+from recleak.training.executor import InProcess, Workers
 from recleak.training.local import Examples, LocalData
 from recleak.training.optimizers import SGD, Adam, Optimizer
 from recleak.training.personal import first_params
@@ -234,6 +238,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adam, short memory": Adam(0.01, beta1=0.5, beta2=0.9),
     "adam, long memory": Adam(0.01, beta1=0.99, beta2=0.9999),
     "adam, first moment outlives the second": Adam(0.01, beta1=0.99, beta2=0.9),
+    "adam, summed": Adam(0.01, accumulate=True),
+    "adam, summed, decay": Adam(0.01, weight_decay=0.1, accumulate=True),
+    "adam, summed, rates": Adam(0.01, {"item": 0.02, "user": 0.005}, accumulate=True),
 }
 
 
@@ -247,8 +254,9 @@ def test_optimizers(model: Model, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize("name", ["sgd, decay", "sgd, momentum and decay", "adam, decay"])
 def test_decay_of_the_whole_table(name: str, keep: bool) -> None:
     optimizer = replace(OPTIMIZERS[name], keep=keep)
-    for trained in compare(MF(6), replace(SMALL, optimizer=optimizer, decay_rows="all"), rounds=2):
-        assert (trained.update.offset.diff() == 24).all()  # every row moves, so every row is sent
+    for model in (MF(6), NCF(8, (16,))):
+        for trained in compare(model, replace(SMALL, optimizer=optimizer, decay_rows="all"), rounds=2):
+            assert (trained.update.offset.diff() == 24).all()  # every row moves, so every row is sent
 
 
 @pytest.mark.parametrize(
@@ -492,13 +500,17 @@ def cohorts(draw: st.DrawFn) -> tuple[LocalData, bool]:
 @settings(max_examples=60)
 @given(
     cohort=cohorts(),
-    model=st.sampled_from([MF(3), MF(2, biases=True), NCF(4, (5,)), PFedRec(4)]),
+    model=st.sampled_from(
+        [MF(3), MF(2, biases=True), NCF(4, (5,)), PFedRec(4), LightGCN(4, score="mlp", hidden=(5,), init=Normal(0.5))]
+    ),
+    defense=st.sampled_from([Defense(), Proximal(0.2, "squared")]),
     optimizer=st.sampled_from(
         [
             SGD(0.1),
             SGD(0.1, momentum=0.9, weight_decay=0.01),
             Adam(0.01, epsilon=1e-3),
             Adam(0.01, epsilon=1e-3, weight_decay=0.1),
+            Adam(0.01, epsilon=1e-3, accumulate=True),
         ]
     ),
     batch_size=st.sampled_from([None, 1, 3, 8]),
@@ -508,6 +520,7 @@ def cohorts(draw: st.DrawFn) -> tuple[LocalData, bool]:
 def test_any_cohort(
     cohort: tuple[LocalData, bool],
     model: Model,
+    defense: Defense,
     optimizer: Optimizer,
     batch_size: int | None,
     epochs: int,
@@ -515,7 +528,7 @@ def test_any_cohort(
 ) -> None:
     data, pairwise = cohort
     training = LocalTraining(epochs, batch_size, optimizer, "bpr" if pairwise else "bce", shuffle=shuffle)
-    task = Task(model, model.components(), training, seed=1)
+    task = Task(model, model.components(), training, defense, seed=1)
     received = first_params(task.components, 8, data.n_items, 1)
     kept = ClientStore(task.components, optimizer, 8, data.n_items, 1).read(data.client)
     with one_thread():
@@ -624,3 +637,235 @@ class SendsNothing(Chain):
 def test_a_hook_of_a_chain_s_subclass_is_used(model: Model) -> None:
     for trained in compare(model, SMALL, defense=SendsNothing(())):
         assert all(not bool(tensor.any()) for tensor in trained.update.rows.values())
+
+
+# --- the compiled loops ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the compiled loops over visits, as they are called."""
+    names: list[str] = []
+
+    def count(name: str) -> None:
+        real = getattr(kernels, name)
+
+        def counted(*arguments: object) -> None:
+            names.append(name)
+            real(*arguments)
+
+        monkeypatch.setattr(kernels, name, counted)
+
+    for name in (LAZY, DENSE):
+        count(name)
+    return names
+
+
+LAZY, DENSE = "perceptron_visits", "perceptron_visits_of_all_rows"
+STARS = {
+    f"{layers} {combine} {normalization} {propagate}": LightGCN(
+        6, layers, combine, "mlp", (9, 5), normalization, propagate, init=Normal(0.5)
+    )
+    for layers, combine, normalization, propagate in product(
+        (1, 2), get_args(Combine), get_args(Normalization), (True, False)
+    )
+}
+
+
+@pytest.mark.parametrize("model", STARS.values(), ids=STARS)
+def test_star_graphs_are_compiled(model: LightGCN, compiled: list[str]) -> None:
+    compare(model, SMALL, rounds=2)
+    assert compiled == [DENSE, DENSE]
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch_size": None}, {"batch_size": 1}, {"epochs": 8}, {"shuffle": False}], ids=str
+)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Adam(0.01, {"item": 0.02, "user": 0.005}),
+        Adam(0.01, weight_decay=0.1),
+        Adam(0.01, beta2=0.0, epsilon=0.1),
+        Adam(0.01, beta1=0.99, beta2=0.9),
+    ],
+    ids=str,
+)
+def test_compiled_star_graphs(optimizer: Adam, change: dict[str, int], compiled: list[str]) -> None:
+    compare(STARS["1 mean symmetric True"], replace(SMALL, optimizer=optimizer, **change))  # type: ignore[arg-type]
+    assert set(compiled) == {DENSE}
+
+
+@pytest.mark.parametrize("shared", [{"item": False}, {"user": True}, {"head.1.weight": False}], ids=str)
+def test_compiled_star_graphs_share_what_the_policy_says(shared: dict[str, bool], compiled: list[str]) -> None:
+    compare(STARS["1 mean symmetric True"], SMALL, shared=shared, rounds=2)
+    assert compiled == [DENSE, DENSE]
+
+
+@pytest.mark.parametrize("spare", [True, False], ids=["other items", "negatives too"])
+def test_fake_items_are_neighbors_in_the_compiled_loop(spare: bool, compiled: list[str]) -> None:
+    compare(STARS["1 mean symmetric True"], SMALL, defense=FakeItems(4, spare_negatives=spare))
+    assert compiled == [DENSE]
+
+
+class Reversed(LightGCN):
+    """Computes something else than its parent, whose visits are compiled."""
+
+    def logits(self, params: Params, batch: Batch) -> Tensor:
+        return -super().logits(params, batch)
+
+
+@dataclass(frozen=True)
+class Nosy(NCF):
+    """Says that it is a perceptron, but reads its neighbors in a way that it does not tell."""
+
+    perceptron = ("user", "item")
+    reads_neighbors = True
+
+    def logits(self, params: Params, batch: Batch) -> Tensor:
+        return super().logits(params, batch) + batch.neighbors["item"].sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "loops"),
+    [
+        (NCF(8, (16,)), [LAZY]),
+        (Tripled(8, (16,)), []),
+        (Reversed(8, score="mlp", hidden=(16,), init=Normal(0.5)), []),
+        (LightGCN(8), []),
+        (LightGCN(8, score="mlp", hidden=(), init=Normal(0.5)), []),
+        (Nosy(8, (16,)), []),
+    ],
+    ids=["ncf", "subclass of ncf", "subclass of lightgcn", "product", "no hidden layer", "undeclared neighbors"],
+)
+def test_only_what_a_class_declares_is_compiled(model: Model, loops: list[str], compiled: list[str]) -> None:
+    compare(model, SMALL)
+    assert compiled == loops
+
+
+@pytest.mark.parametrize("batch_size", [8, None])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["1 mean symmetric True", "2 sum mean True", "1 mean mean False"])
+def test_compiled_star_graphs_do_not_depend_on_the_chunk(
+    name: str, weight_decay: float, batch_size: int | None
+) -> None:
+    training = replace(SMALL, optimizer=Adam(0.01, weight_decay=weight_decay), batch_size=batch_size)
+    task = Task(STARS[name], STARS[name].components(), training)
+    everyone = np.arange(24)
+    (whole,) = visits(train, task, ragged(), everyone)
+    for places in (everyone[:1], everyone[23:], everyone[5:8], everyone[8:]):
+        (part,) = visits(train, task, ragged(), places)
+        at = torch.from_numpy(places)
+        expected = Trained(
+            whole.update.select(at), whole.kept.select(at), whole.loss[at], whole.positives[at], part.steps
+        )
+        assert_identical(part, expected, f"clients {places}")
+
+
+# --- gradients that are never zeroed --------------------------------------------------------------------------------
+
+SUMMED = Adam(0.01, accumulate=True)
+STAR = STARS["1 mean symmetric True"]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("model", [NCF(8, (16,)), Tripled(8, (16,))], ids=["compiled", "stepwise"])
+def test_summed_gradients_are_what_torch_does_without_zero_grad(model: Model, weight_decay: float) -> None:
+    """A plain module with the whole item table, examples in order, the last batch of an epoch shorter."""
+    factor = 3 if isinstance(model, Tripled) else 1
+    optimizer = replace(SUMMED, weight_decay=weight_decay)
+    setting = Setting(LocalTraining(4, 8, optimizer, negatives=2, shuffle=False, decay_rows="all"), model)
+    trained = setting.train()
+    for client in (0, 9, 22):
+        module = PlainNCF(1).double()
+        names = ["user", "item", "head.1.weight", "head.1.bias", "head.2.weight", "head.2.bias"]
+        first = {**setting.received, "user": setting.kept.values["user"][client]}
+        with torch.no_grad():
+            for name, value in zip(names, module.parameters(), strict=True):
+                value.copy_(first[name].mT if name.endswith("weight") else first[name])
+        mine = slice(int(setting.examples.offset[client]), int(setting.examples.offset[client + 1]))
+        item, label = torch.from_numpy(setting.examples.item[mine]), torch.from_numpy(setting.examples.label[mine])
+        assert len(item) % 8  # a shorter batch
+        by_torch = torch.optim.Adam(module.parameters(), 0.01, weight_decay=weight_decay)
+        for _ in range(4):
+            for low in range(0, len(item), 8):
+                some, target = item[low : low + 8], label[low : low + 8].double()
+                score = factor * module(torch.zeros_like(some), some)
+                loss = nn.functional.binary_cross_entropy_with_logits(score, target)
+                loss.backward()  # type: ignore[no-untyped-call]
+                by_torch.step()
+        update = trained.update.select(torch.tensor([client]))
+        got = {name: first[name] + value[0] for name, value in update.values.items()}
+        got["user"] = trained.kept.values["user"][client]
+        got["item"] = first["item"].index_add(0, update.item, update.rows["item"])
+        for name, value in zip(names, module.parameters(), strict=True):
+            expected = (value.mT if name.endswith("weight") else value).detach().reshape(got[name].shape)
+            torch.testing.assert_close(got[name].double(), expected, atol=2e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_size": None}, {"batch_size": 1}, {"epochs": 4}, {"decay_rows": "all"}],
+    ids=str,
+)
+@pytest.mark.parametrize("defense", [Defense(), Proximal(0.2), Proximal(0.2, "squared")], ids=str)
+@pytest.mark.parametrize("model", [NCF(8, (16, 4)), STAR], ids=["ncf", "lightgcn"])
+def test_summed_gradients_are_compiled(
+    model: Model, defense: Defense, change: dict[str, int], compiled: list[str]
+) -> None:
+    optimizer = replace(SUMMED, weight_decay=0.1 if "decay_rows" in change else 0.0)
+    compare(model, replace(SMALL, optimizer=optimizer, **change), defense=defense)  # type: ignore[arg-type]
+    assert set(compiled) == {DENSE}
+
+
+@pytest.mark.parametrize("defense", [*HOOKS.values(), Proximal(0.2)], ids=[*HOOKS, "proximal"])
+@pytest.mark.parametrize("model", [MF(6, biases=True), NCF(8, (16,)), LightGCN(6)], ids=["mf", "ncf", "lightgcn"])
+def test_summed_gradients_with_hooks(model: Model, defense: Defense) -> None:
+    compare(model, replace(SMALL, optimizer=SUMMED), defense=defense)
+
+
+def test_summed_gradients_of_pairs_and_odd_components() -> None:
+    compare(MF(6), replace(SMALL, optimizer=replace(SUMMED, epsilon=1e-3), loss="bpr"))
+    compare(Odd(), replace(SMALL, optimizer=SUMMED))
+
+
+@pytest.mark.parametrize("model", [NCF(8, (16,)), Tripled(8, (16,))], ids=["compiled", "stepwise"])
+def test_a_row_of_the_first_batch_is_driven_to_the_end(model: Model) -> None:
+    """Its gradient stays what it was, so Adam moves each of its numbers by the whole rate at every step.
+
+    By less where epsilon is not small beside the gradient, so it is tiny here.
+    """
+    setting = Setting(LocalTraining(1, 1, replace(SUMMED, epsilon=1e-12), shuffle=False), model)
+    update, offset = setting.train().update, setting.examples.offset
+    for client in (4, 9, 23):
+        one = update.select(torch.tensor([client]))
+        row = one.rows["item"][one.item == int(setting.examples.item[offset[client]])]
+        expected = torch.full((1, 8), 0.01 * int(offset[client + 1] - offset[client]))
+        torch.testing.assert_close(row.abs(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("batch_size", [8, None])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("model", [NCF(8, (16, 4)), STAR, MF(6), LightGCN(6)], ids=["ncf", "star", "mf", "lightgcn"])
+def test_summed_gradients_do_not_depend_on_the_chunk(model: Model, weight_decay: float, batch_size: int | None) -> None:
+    training = replace(SMALL, optimizer=replace(SUMMED, weight_decay=weight_decay), batch_size=batch_size)
+    task = Task(model, model.components(), training)
+    everyone = np.arange(24)
+    (whole,) = visits(train, task, ragged(), everyone)
+    for places in (everyone[:1], everyone[23:], everyone[5:8], everyone[8:]):
+        (part,) = visits(train, task, ragged(), places)
+        at = torch.from_numpy(places)
+        expected = Trained(
+            whole.update.select(at), whole.kept.select(at), whole.loss[at], whole.positives[at], part.steps
+        )
+        assert_identical(part, expected, f"clients {places}")
+
+
+@pytest.mark.parametrize("model", [STAR, LightGCN(6)], ids=["compiled", "stepwise"])
+def test_a_single_step_has_nothing_to_sum(model: Model) -> None:
+    """Both step all rows anyway, so it is the same program, to the bit; after two steps it is not."""
+    once, twice = (replace(SMALL, epochs=epochs, batch_size=None) for epochs in (1, 2))
+    summed, plain = (Setting(replace(once, optimizer=each), model).train() for each in (SUMMED, Adam(0.01)))
+    assert_identical(summed, plain, "one step")
+    summed, plain = (Setting(replace(twice, optimizer=each), model).train() for each in (SUMMED, Adam(0.01)))
+    assert not torch.equal(summed.update.rows["item"], plain.update.rows["item"])

@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from scipy import stats
 
 from recleak.metrics import intervals
-from recleak.metrics.intervals import Estimate, bootstrap_mean, clopper_pearson
+from recleak.metrics.intervals import (
+    Estimate,
+    bootstrap_mean,
+    bootstrap_ratio,
+    bootstrap_two_level,
+    clopper_pearson,
+)
+
+Floats: TypeAlias = NDArray[np.float64]
 
 
 def test_prints_value_and_interval() -> None:
@@ -97,3 +108,147 @@ def test_clopper_pearson_inverts_the_binomial_tails(trials: int, share: float, l
 def test_clopper_pearson_refuses(successes: int, trials: int, level: float) -> None:
     with pytest.raises(ValueError, match="expected"):
         clopper_pearson(successes, trials, level)
+
+
+# --- seeds and users
+
+
+def seeds_of(rng: np.random.Generator, seeds: int, users: int, between: float, mean: float = 0.0) -> list[Floats]:
+    """Values of standard deviation 1 around seed means, whose deviation is `between` times a seed's standard error."""
+    centre = rng.normal(mean, between / np.sqrt(users), seeds)
+    return [rng.normal(each, 1, users) for each in centre]
+
+
+@pytest.mark.parametrize("between", [0.0, 1.0, 5.0])
+def test_two_levels_cover_the_truth_at_least_as_often_as_they_say(between: float) -> None:
+    """Five seeds as they are would cover it in 84 % if seeds differ much: the mean squared deviation is too small."""
+    rng = np.random.default_rng(7)
+    found = [bootstrap_two_level(seeds_of(rng, 5, 100, between, mean=3.0), seed=i, resamples=200) for i in range(400)]
+    covered = np.mean([each.low <= 3 <= each.high for each in found])
+    assert 0.92 < covered < 0.99  # three standard errors of the share of 400 are 0.03
+    width = np.mean([each.high - each.low for each in found])
+    assert width < 1.5 * 2 * 1.96 * np.sqrt((1 + between**2) / 500)
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95])
+@pytest.mark.parametrize(("seeds", "between"), [(2, 3.0), (3, 0.0), (5, 1.0), (12, 4.0)])
+def test_two_levels_have_the_variance_they_say(seeds: int, between: float, level: float) -> None:
+    """max(k² B, W) / S; seeds have different numbers of users."""
+    rng = np.random.default_rng(8)
+    values = [each[: 60 - 3 * place] for place, each in enumerate(seeds_of(rng, seeds, 60, between))]
+    means = [each.mean() for each in values]
+    tail = (1 - level) / 2
+    k = stats.t.isf(tail, seeds - 1) / stats.norm.isf(tail)
+    users = np.mean([each.var() / len(each) for each in values])
+    expected = max(k**2 * np.var(means, ddof=1), users) / seeds
+    drawn = intervals._two_level_means(values, level, 20_000, np.random.default_rng(0))
+    assert drawn.var() == pytest.approx(expected, rel=0.05)
+    assert drawn.mean() == pytest.approx(np.mean(means), abs=4 * np.sqrt(expected / 20_000))
+
+
+def test_two_levels_are_never_narrower_than_users_alone() -> None:
+    """Seed means that happen to be equal say nothing: users within a seed still differ."""
+    values = np.random.default_rng(9).normal(size=400)
+    got = bootstrap_two_level([values - values.mean() + 2] * 4, seed=0)
+    half = 1.96 * values.std() / np.sqrt(1600)
+    assert [got.low, got.high] == pytest.approx([2 - half, 2 + half], abs=0.1 * half)
+    assert got.n == 1600
+
+
+def test_two_levels_with_one_seed_are_the_bootstrap_over_users() -> None:
+    values = np.random.default_rng(10).exponential(size=500)
+    got, expected = (
+        bootstrap_two_level([values], seed=0, resamples=8000),
+        bootstrap_mean(values, seed=1, resamples=8000),
+    )
+    width = expected.high - expected.low
+    assert (got.value, got.n) == (expected.value, 500)
+    assert [got.low, got.high] == pytest.approx([expected.low, expected.high], abs=0.05 * width)
+
+
+def test_two_levels_weigh_seeds_alike_whatever_their_users() -> None:
+    got = bootstrap_two_level([np.zeros(10), np.ones(1000)], seed=0)
+    assert (got.value, got.n) == (0.5, 1010)
+    assert got.low < 0  # of two seeds that differ, little is known
+    assert got.high > 1
+
+
+def test_two_levels_are_a_function_of_the_seed() -> None:
+    values = seeds_of(np.random.default_rng(11), 4, 30, 1.0)
+    assert bootstrap_two_level(values, seed=5) == bootstrap_two_level(values, seed=5)
+    assert bootstrap_two_level(values, seed=5) != bootstrap_two_level(values, seed=6)
+
+
+@pytest.mark.parametrize("values", [[[0.3]], [[0.1] * 30] * 3])
+def test_two_levels_without_spread_have_no_width(values: list[list[float]]) -> None:
+    got = bootstrap_two_level([np.array(each) for each in values], seed=0)
+    assert got.low == got.value == got.high == pytest.approx(values[0][0])
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        ([], {}, "Got no seed in values"),
+        ([[0.5], []], {}, "at least one graded user"),
+        ([0.5, 0.1], {}, r"shape \(\), expected one value for each"),
+        ([[0.5], [0.1, np.inf]], {}, "1 of 2 values that are NaN"),
+        ([[0.5, 0.1]], {"level": 95.0}, "level=95.0"),
+        ([[0.5, 0.1]], {"resamples": 0}, "resamples=0"),
+    ],
+)
+def test_two_levels_refuse(values: list[list[float]], options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bootstrap_two_level([np.array(each) for each in values], seed=0, **options)  # type: ignore[arg-type]
+
+
+# --- ratios
+
+
+def test_ratio_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(12)
+    found = []
+    for i in range(200):
+        a1, a0, b1, b0 = (seeds_of(rng, 5, 100, 1.0, mean=mean) for mean in (4.0, 3.0, 1.0, 3.0))
+        found.append(bootstrap_ratio(a1, a0, b1, b0, seed=i, resamples=200))
+    covered = np.mean([each.low <= 0.5 <= each.high for each in found])
+    assert 0.90 < covered <= 1  # three standard errors of the share of 200 are 0.046
+    assert np.mean([each.value for each in found]) == pytest.approx(0.5, abs=0.02)
+    assert np.mean([each.high - each.low for each in found]) < 0.4
+    assert found[0].n == 2000
+
+
+def test_ratio_has_no_sign() -> None:
+    rng = np.random.default_rng(13)
+    a1, a0, b1, b0 = (seeds_of(rng, 3, 50, 1.0, mean=mean) for mean in (40.0, 30.0, 10.0, 30.0))
+    value = bootstrap_ratio(a1, a0, b1, b0, seed=0).value
+    assert value == pytest.approx(0.5, abs=0.05)
+    assert bootstrap_ratio(a0, a1, b1, b0, seed=0).value == bootstrap_ratio(a1, a0, b0, b1, seed=0).value == value
+
+
+def test_ratio_draws_each_of_the_four_by_itself() -> None:
+    """If a1 and a0 were resampled alike, equal samples would have a difference of 0 in every resample."""
+    same = seeds_of(np.random.default_rng(14), 3, 50, 1.0)
+    one, zero = [np.ones(5)], [np.zeros(5)]
+    got = bootstrap_ratio(same, same, one, zero, seed=0)
+    assert got.value == 0
+    assert 0 < got.low < got.high < 2
+    half = bootstrap_ratio([np.array([3.0])], zero, [np.array([6.0])], zero, seed=0)
+    assert (half.value, half.low, half.high, half.n) == (0.5, 0.5, 0.5, 12)
+
+
+def test_ratio_to_nothing_is_not_bounded() -> None:
+    one, zero, coin = [np.ones(4)], [np.zeros(4)], [np.array([0.0, 1.0])]  # a quarter of the coin's means are 0
+    got = bootstrap_ratio(one, zero, coin, zero, seed=0)
+    assert (got.value, got.low, got.high) == (2.0, 1.0, np.inf)
+    got = bootstrap_ratio(one, zero, one, one, seed=0)
+    assert (got.value, got.low, got.high) == (np.inf, np.inf, np.inf)
+    got = bootstrap_ratio(one, one, one, one, seed=0)
+    assert np.isnan(got.value)
+    assert (got.low, got.high) == (0.0, np.inf)  # anything
+    assert str(bootstrap_ratio(one, zero, coin, zero, seed=0)) == "2.000 [1.000, inf]"
+
+
+def test_ratio_says_which_part_is_wrong() -> None:
+    one = [np.ones(2)]
+    with pytest.raises(ValueError, match="Got no seed in b1"):
+        bootstrap_ratio(one, one, [], one, seed=0)

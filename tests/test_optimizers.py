@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recleak.errors import ConfigError, NotFoundError
-from recleak.training.executor import one_thread
+from recleak.training.chunks import one_thread
 from recleak.training.optimizers import (
     SGD,
     Adam,
@@ -343,6 +343,7 @@ def test_no_bit_depends_on_the_other_clients(optimizer: Optimizer, size: int) ->
         (Adam(beta1=1.0), "beta1 is 1.0, expected at least 0 and less than 1"),
         (Adam(beta2=1.5), "beta2 is 1.5"),
         (Adam(epsilon=0.0), "epsilon is 0.0, expected a positive number"),
+        (Adam(accumulate=True, keep=True), "accumulate is True with keep=True, expected one of them"),
     ],
 )
 def test_settings_that_cannot_be(optimizer: Optimizer, message: str) -> None:
@@ -355,7 +356,7 @@ def test_a_rate_of_an_unknown_component_is_an_error() -> None:
         check(SGD(0.1, {"itme": 0.1}), {"item", "user"})
 
 
-@pytest.mark.parametrize("optimizer", SETTINGS, ids=str)
+@pytest.mark.parametrize("optimizer", [*SETTINGS, Adam(keep=True), Adam(accumulate=True)], ids=str)
 def test_sound_settings_pass(optimizer: Optimizer) -> None:
     check(optimizer, {"item"})
     check(replace(optimizer, learning_rates={"item": 0.0}), {"item"})

@@ -46,7 +46,7 @@ class Everything:
     def init(self, knowledge: Knowledge) -> State:
         return {"rows": torch.zeros(knowledge.n_items), "seen": torch.tensor(0)}
 
-    def fold(self, state: State, message: ServerMessage) -> State:
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         rows = state["rows"] * 1.01
         if isinstance(message, Upload):
             rows = rows.index_add(0, message.update.item, message.update.rows["item"].sum(1) * state["seen"])
@@ -54,7 +54,7 @@ class Everything:
             rows = rows + message.params["item"].sum(1)
         return {"rows": rows, "seen": state["seen"] + 1}
 
-    def answer(self, state: State, question: WhichItems) -> Tensor:
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         return state["rows"][question.item]
 
 

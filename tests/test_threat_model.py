@@ -15,10 +15,12 @@ ROOT = Path(__file__).parents[1]
 ATTACKS = ROOT / "src" / "recleak" / "attacks"
 ALLOWED = {
     "recleak.attacks",
+    "recleak.defenses",
     "recleak.errors",
     "recleak.metrics",
     "recleak.models",
     "recleak.random",
+    "recleak.training.chunks",
     "recleak.training.cohort",
     "recleak.training.local",
     "recleak.training.optimizers",

@@ -50,7 +50,7 @@ class MovedRows:
     def init(self, knowledge: Knowledge) -> State:
         return {"score": torch.zeros(knowledge.n_users, knowledge.n_items)}  # f32[U, I]
 
-    def fold(self, state: State, message: ServerMessage) -> State:
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         if not isinstance(message, Upload):
             return state
         update = message.update
@@ -58,7 +58,7 @@ class MovedRows:
         place = (update.client[update.owner], update.item)
         return {"score": state["score"].index_put(place, moved, accumulate=True)}
 
-    def answer(self, state: State, question: WhichItems) -> Tensor:
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         return state["score"][question.client, question.item]
 
 
@@ -70,19 +70,19 @@ class TestMovedRows(AttackContract):
 
 
 class InPlace(MovedRows):
-    def fold(self, state: State, message: ServerMessage) -> State:
-        state["score"].copy_(super().fold(state, message)["score"])
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
+        state["score"].copy_(super().fold(knowledge, state, message)["score"])
         return state
 
 
 class Guess(MovedRows):
-    def answer(self, state: State, question: WhichItems) -> Tensor:
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         return (question.item * 7 % 13).float()
 
 
 class CountsMessages(MovedRows):
-    def fold(self, state: State, message: ServerMessage) -> State:
-        after = super().fold(state, message)
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
+        after = super().fold(knowledge, state, message)
         return {"score": after["score"] * 1.1}
 
 
@@ -93,22 +93,22 @@ class KeepsAside(MovedRows):
         self.seen.clear()
         return super().init(knowledge)
 
-    def fold(self, state: State, message: ServerMessage) -> State:
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         self.seen.append(1)
-        return {"score": super().fold(state, message)["score"] * len(self.seen)}
+        return {"score": super().fold(knowledge, state, message)["score"] * len(self.seen)}
 
 
 class HasTheTruth(MovedRows):
-    def answer(self, state: State, question: WhichItems) -> Tensor:
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         return unrelated_items().truth.float()
 
 
 class ByIdentity(MovedRows):
-    def fold(self, state: State, message: ServerMessage) -> State:
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """Numbers depend on whether tensors are views of something else: on live references, in other words."""
         if isinstance(message, Upload) and message.update.client.storage_offset():
             return {"score": state["score"] + 1}
-        return super().fold(state, message)
+        return super().fold(knowledge, state, message)
 
 
 @pytest.mark.parametrize(
@@ -551,7 +551,7 @@ def test_peers_with_groups_that_do_not_fit() -> None:
 
 def test_knowledge_can_be_printed() -> None:
     model = DotProduct(d=2)
-    text = str(Knowledge(model, 1200, 7, model.components(), {"popularity": torch.ones(7)}))
+    text = str(Knowledge(model, 1200, 7, model.components(), public={"popularity": torch.ones(7)}))
     assert text.splitlines() == [
         "model: DotProduct(d=2)",
         "users: 1,200",
@@ -571,7 +571,7 @@ def test_an_attack_at_another_vantage_point_is_refused() -> None:
 
 def test_listening_holds_nothing_live() -> None:
     class Hoarder(MovedRows):
-        def fold(self, state: State, message: ServerMessage) -> State:
+        def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
             return message.params if isinstance(message, Broadcast) else state
 
     table = torch.zeros(3, 2)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from recleak import __version__
 from recleak.cli_data import data_app
+from recleak.cli_reproduce import reproduce
 from recleak.cli_train import show_utility, train
 from recleak.errors import RecleakError
 from recleak.terminal import err, out, say, say_json
@@ -30,6 +31,7 @@ app = cyclopts.App(
 )
 app.command(data_app)
 app.command(train)
+app.command(reproduce)
 
 
 @app.command

@@ -178,21 +178,9 @@ def perceptron_visits(
     One client after the other, all of its steps: its rows, parameters and moments stay in the cache. The rest of the
     engine is the same mathematics step by step for all clients.
     """
-    d, batch, layers = table.shape[2], row.shape[2], widths.shape[0] - 1
-    size = params.shape[1]
-    starts = np.empty(layers + 1, np.int64)  # of each layer's weight in the parameters
-    starts[0] = d
-    for layer in range(layers):
-        starts[layer + 1] = starts[layer] + (widths[layer] + 1) * widths[layer + 1]
-    spans = np.empty(2 * layers + 2, np.int64)  # of the parts that have a learning rate of their own
-    spans[0], spans[1] = 0, d
-    for layer in range(layers):
-        spans[2 * layer + 2] = starts[layer] + widths[layer] * widths[layer + 1]
-        spans[2 * layer + 3] = starts[layer + 1]
-    places = np.zeros(layers, np.int64)  # of each hidden layer in the scratch; the last is its size
-    for layer in range(1, layers):
-        places[layer] = places[layer - 1] + batch * widths[layer]
-    hidden, back = np.empty(places[layers - 1], np.float32), np.empty(places[layers - 1], np.float32)
+    d, batch, size = table.shape[2], row.shape[2], params.shape[1]
+    starts, spans, places = _layout(d, batch, widths)
+    hidden, back = np.empty(places[-1], np.float32), np.empty(places[-1], np.float32)
     item, item_gradient = np.empty((batch, d), np.float32), np.empty((batch, d), np.float32)
     gradient, mean, square = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     rate = np.empty(3, np.float32)
@@ -220,15 +208,243 @@ def perceptron_visits(
             rate[1], rate[2] = 1 / sqrt(second_moment), eps
             rate[0] = item_rate / first_moment
             adam_rows(table, last, first, row[step, c], item_gradient, step + 1, rate, beta1, beta2)
-            for part in range(2 * layers + 1):
-                low, high = spans[part], spans[part + 1]
-                rate[0] = rates[part] / first_moment
-                adam_numbers(
-                    mine[low:high], mean[low:high], square[low:high], gradient[low:high], rate, beta1, beta2, 0.0
-                )
+            _adam_parts(mine, mean, square, gradient, spans, rates, first_moment, rate, beta1, beta2, 0.0)
         held = np.arange(offset[c], offset[c + 1])
         settle_and_read(table, last, held, steps[c], moves, decay, sizes, eps, np.empty((len(held), d), np.float32))
         loss[c] = sum_of_losses / steps[c]
+
+
+@compiled
+def perceptron_visits_of_all_rows(
+    row: I64,  # i64[S, C, B], as the next four in `perceptron_visits`
+    label: F32,
+    weight: F32,
+    steps: I64,
+    offset: I64,
+    own: NDArray[np.bool_],  # bool[S, C, B]: the item is one of the client's own
+    neighbor: I64,  # i64[M]: the rows of the clients' own items
+    neighbor_offset: I64,  # i64[C + 1]
+    star: F32,  # f32[C, 5]: see `models.base.Model.star`; 1, 0, 1, 0, 0 if nothing propagates
+    table: F32,  # f32[N, d], changed: item rows
+    start: F32,  # f32[N, d]: the item rows that the clients received; without a proximal term it is not read
+    plain: float,  # strength of the proximal term ||rows - start||
+    squared: float,  # and of its square
+    item_rate: float,
+    params: F32,  # f32[C, P], as the rest in `perceptron_visits`
+    widths: I64,
+    rates: NDArray[np.float64],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    accumulate: bool,  # gradients are summed over a client's steps
+    loss: F32,
+) -> None:
+    """The same where rows outside the batch have a gradient: all rows of a client are stepped at every step.
+
+    The perceptron is on propagated vectors, the loss may have a proximal term, the optimizer may decay weights and sum
+    gradients.
+    """
+    d, batch, size = table.shape[1], row.shape[2], params.shape[1]
+    starts, spans, places = _layout(d, batch, widths)
+    hidden, back = np.empty(places[-1], np.float32), np.empty(places[-1], np.float32)
+    item, item_gradient = np.empty((batch, d), np.float32), np.empty((batch, d), np.float32)
+    gradient, mean, square = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    summed = np.empty(size if accumulate else 0, np.float32)  # `gradient` is also scratch, so it has its own place
+    user, total, heard = np.empty(d, np.float32), np.empty(d, np.float32), np.empty(d, np.float32)
+    most = (np.max(np.diff(offset)), d)
+    row_gradient = np.empty(most, np.float32)
+    row_mean, row_square = np.empty(most, np.float32), np.empty(most, np.float32)
+    rate = np.empty(3, np.float32)
+    for c in range(steps.shape[0]):
+        mine, low, high, weights = params[c], offset[c], offset[c + 1], star[c]
+        near = neighbor[neighbor_offset[c] : neighbor_offset[c + 1]]
+        if weights[1] == 0 and weights[4] == 0:  # nobody hears them
+            near = near[:0]
+        held = high - low
+        row_gradient[:held], row_mean[:held], row_square[:held] = 0, 0, 0
+        mean[:] = 0
+        square[:] = 0
+        summed[:] = 0
+        sum_of_losses, distance = 0.0, 0.0  # distance: squared, of the rows from where they began
+        for step in range(steps[c]):
+            user[:] = mine[:d]
+            _propagate(user, table, row[step, c], own[step, c], near, weights, total, heard, mine, item)
+            sum_of_losses += _perceptron(
+                mine,
+                item,
+                label[step, c],
+                weight[step, c],
+                widths,
+                starts,
+                places,
+                hidden,
+                back,
+                gradient,
+                item_gradient,
+            )
+            mine[:d] = user
+            _propagate_back(
+                low, row[step, c], own[step, c], near, weights, item_gradient, heard, gradient, row_gradient
+            )
+            first_moment, second_moment = 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)
+            rate[1], rate[2] = 1 / sqrt(second_moment), eps
+            rate[0] = item_rate / first_moment
+            pull = 2 * squared + (plain / sqrt(distance) if distance > 0 else 0.0)  # the norm has no gradient at 0
+            distance = _adam_held(
+                table[low:high],
+                start[low:high],
+                row_mean[:held],
+                row_square[:held],
+                row_gradient[:held],
+                pull,
+                plain > 0,
+                rate,
+                beta1,
+                beta2,
+                weight_decay,
+                accumulate,
+            )
+            if accumulate:
+                for p in range(size):
+                    summed[p] += gradient[p]
+            slopes = summed if accumulate else gradient
+            _adam_parts(mine, mean, square, slopes, spans, rates, first_moment, rate, beta1, beta2, weight_decay)
+        loss[c] = sum_of_losses / steps[c]
+
+
+@compiled
+def _propagate(
+    user: F32,  # f32[d]
+    table: F32,  # f32[N, d]
+    row: I64,  # i64[B]
+    own: NDArray[np.bool_],  # bool[B]
+    near: I64,  # rows of the client's own items
+    weights: F32,  # f32[5]
+    total: F32,  # f32[d], scratch
+    heard: F32,  # f32[d], scratch
+    user_out: F32,  # f32[d, ...], its first d numbers are written
+    item_out: F32,  # f32[B, d], written
+) -> None:
+    """The vectors of a client and of the items of its batch after propagation on its star graph."""
+    d = user.shape[0]
+    total[:] = 0
+    for k in range(near.shape[0]):
+        for j in range(d):
+            total[j] += table[near[k], j]
+    for j in range(d):
+        user_out[j] = weights[0] * user[j] + weights[1] * total[j]
+        heard[j] = weights[3] * user[j] + weights[4] * total[j]
+    for i in range(row.shape[0]):
+        hears = np.float32(own[i])
+        for j in range(d):
+            item_out[i, j] = weights[2] * table[row[i], j] + hears * heard[j]
+
+
+@compiled
+def _propagate_back(
+    low: int,  # the client's first row
+    row: I64,
+    own: NDArray[np.bool_],
+    near: I64,
+    weights: F32,
+    item_gradient: F32,  # f32[B, d]: with respect to propagated items
+    through: F32,  # f32[d], scratch
+    gradient: F32,  # f32[P], changed: its first d numbers from the propagated user to the user
+    row_gradient: F32,  # f32[K, d], added to
+) -> None:
+    """The gradients with respect to a client's vector and its rows, from those with respect to propagated vectors."""
+    d = row_gradient.shape[1]
+    through[:] = 0  # with respect to what own items hear
+    for i in range(row.shape[0]):
+        r, hears = row[i] - low, np.float32(own[i])
+        for j in range(d):
+            row_gradient[r, j] += weights[2] * item_gradient[i, j]
+            through[j] += hears * item_gradient[i, j]
+    for j in range(d):
+        of_user, of_heard = gradient[j], through[j]
+        gradient[j] = weights[0] * of_user + weights[3] * of_heard
+        through[j] = weights[1] * of_user + weights[4] * of_heard  # with respect to the sum of own rows
+    for k in range(near.shape[0]):
+        for j in range(d):
+            row_gradient[near[k] - low, j] += through[j]
+
+
+@compiled
+def _adam_held(
+    rows: F32,  # f32[K, d], changed: all rows of a client
+    start: F32,  # f32[K, d]: where they began
+    mean: F32,  # f32[K, d], as the next
+    square: F32,
+    gradient: F32,  # f32[K, d]; afterwards what the next step adds to: zero, or this
+    pull: float,  # the proximal term's gradient is `pull` (rows - start)
+    measure: bool,  # whether to measure how far the rows are from where they began
+    rate: F32,  # f32[3]
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    accumulate: bool,
+) -> float:
+    """One step of Adam on all rows of a client; the squared distance from where they began, after it."""
+    factor, distance = np.float32(pull), 0.0
+    for k in range(rows.shape[0]):
+        if pull != 0:
+            for j in range(rows.shape[1]):
+                gradient[k, j] += factor * (rows[k, j] - start[k, j])
+        adam_numbers(rows[k], mean[k], square[k], gradient[k], rate, beta1, beta2, weight_decay)
+        if measure:
+            total = np.float32(0)
+            for j in range(rows.shape[1]):
+                moved = rows[k, j] - start[k, j]
+                total += moved * moved
+            distance += float(total)
+        if not accumulate:
+            gradient[k] = 0
+    return distance
+
+
+@compiled
+def _layout(d: int, batch: int, widths: I64) -> tuple[I64, I64, I64]:
+    """Where things lie: each layer's weight in the parameters, i64[L + 1]; the parts that have a learning rate of their
+    own (user, weight 1, bias 1, ...), i64[2 L + 2]; each hidden layer in the scratch, i64[L], the last is its size.
+    """
+    layers = widths.shape[0] - 1
+    starts = np.empty(layers + 1, np.int64)
+    starts[0] = d
+    for layer in range(layers):
+        starts[layer + 1] = starts[layer] + (widths[layer] + 1) * widths[layer + 1]
+    spans = np.empty(2 * layers + 2, np.int64)
+    spans[0], spans[1] = 0, d
+    for layer in range(layers):
+        spans[2 * layer + 2] = starts[layer] + widths[layer] * widths[layer + 1]
+        spans[2 * layer + 3] = starts[layer + 1]
+    places = np.zeros(layers, np.int64)
+    for layer in range(1, layers):
+        places[layer] = places[layer - 1] + batch * widths[layer]
+    return starts, spans, places
+
+
+@compiled
+def _adam_parts(
+    params: F32,  # f32[P], as the next three
+    mean: F32,
+    square: F32,
+    gradient: F32,
+    spans: I64,
+    rates: NDArray[np.float64],
+    first_moment: float,  # 1 - beta1^t
+    rate: F32,  # f32[3]; its first number is overwritten
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    """One step of Adam on one client's parameters, each part with its learning rate."""
+    for part in range(rates.shape[0]):
+        low, high = spans[part], spans[part + 1]
+        rate[0] = rates[part] / first_moment
+        adam_numbers(
+            params[low:high], mean[low:high], square[low:high], gradient[low:high], rate, beta1, beta2, weight_decay
+        )
 
 
 @compiled

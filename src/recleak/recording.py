@@ -65,7 +65,7 @@ class Listening(Generic[M, Q]):
             got, expected = type(vantage).__name__, attack.vantage.__name__
             raise ValueError(f"Got {attack} at the vantage point {got}, expected {expected}: it is made for that one.")
         self.vantage = vantage
-        self.attack = attack
+        self.attack, self.knowledge = attack, knowledge
         self._state: State = attack.init(knowledge)
 
     def receive(self, message: Message) -> None:
@@ -73,11 +73,11 @@ class Listening(Generic[M, Q]):
         if (seen := self.vantage.sees(message)) is None:
             return
         if (copy := self.vantage.sees(decode(encode(seen)))) is not None:
-            self._state = self.attack.fold(self._state, copy)
+            self._state = self.attack.fold(self.knowledge, self._state, copy)
 
     def answer(self, question: Q) -> Tensor:
         """The attack's answer after the messages so far."""
-        return self.attack.answer(self._state, question)
+        return self.attack.answer(self.knowledge, self._state, question)
 
     def state(self) -> dict[str, Tensor]:
         """The attack's state."""

@@ -13,8 +13,10 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from recleak.defenses.base import Defense
 from recleak.models.base import Model
 from recleak.models.components import Component
+from recleak.training.cohort import LocalTraining
 from recleak.wire import M, Vantage
 
 State = dict[str, Tensor]
@@ -30,11 +32,17 @@ class Knowledge:
     n_users: int
     n_items: int
     components: tuple[Component, ...]  # with the sharing policy in force, the components of defenses too
+    training: LocalTraining | None = None  # how clients train: a server tells them, so it knows
+    defense: Defense = field(default_factory=Defense)  # the mechanism in force, never its draws: an adversary adapts
     public: Mapping[str, Tensor] = field(default_factory=dict)  # e.g. `popularity` f32[I], or a peer's own `groups`
 
     def __str__(self) -> str:
         lines = [f"model: {self.model}", f"users: {self.n_users:,}", f"items: {self.n_items:,}"]
         lines += [f"component {part.name}: {_described(part)}" for part in self.components]
+        if self.training is not None:
+            lines.append(f"training: {self.training}")
+        if type(self.defense) is not Defense:
+            lines.append(f"defense: {self.defense}")
         lines += [f"public {name}: {value.dtype}{list(value.shape)}" for name, value in self.public.items()]
         return "\n".join(lines)
 
@@ -48,7 +56,11 @@ def _described(part: Component) -> str:
 
 @dataclass(frozen=True, eq=False)
 class WhichItems:
-    """Is this item one of the client's own? The answer is f32[n], higher = more likely."""
+    """Is this item one of the client's own? The answer is f32[n], the probability in the adversary's eyes.
+
+    A probability of exactly 0 says that nothing was seen of the pair. Who grades lets the adversary claim as many items
+    of a client as its probabilities add up to, the most probable ones first.
+    """
 
     client: Tensor  # i64[n]
     item: Tensor  # i64[n]
@@ -86,13 +98,13 @@ class Attack(Protocol[M, Q]):
         ...
 
     def init(self, knowledge: Knowledge) -> State:
-        """The state before the first message. What the attack needs of its knowledge later goes into the state."""
+        """The state before the first message."""
         ...
 
-    def fold(self, state: State, message: M) -> State:
+    def fold(self, knowledge: Knowledge, state: State, message: M) -> State:
         """The state after a message: a pure function, the tensors it is given stay as they are."""
         ...
 
-    def answer(self, state: State, question: Q) -> Tensor:
+    def answer(self, knowledge: Knowledge, state: State, question: Q) -> Tensor:
         """Its answer, in the form that the question says."""
         ...

@@ -26,6 +26,9 @@ class Defense:
     (`at` an epoch or a step, `within` a name).
     """
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def sharing(self, components: tuple[Component, ...]) -> tuple[Component, ...]:
         """Which components leave the device at all."""
         return components
@@ -141,6 +144,16 @@ def hooks(defense: Defense) -> frozenset[str]:
         return frozenset().union(*(hooks(part) for part in defense.defenses))
     own = (name for name in HOOKS if getattr(getattr(defense, name), "__func__", None) is not getattr(Defense, name))
     return frozenset(own)
+
+
+def without_data_hooks(defense: Defense) -> Defense:
+    """The same defense for a client whose data and features have been changed already."""
+    parts = defense.defenses if type(defense) is Chain else (defense,)
+    rest = tuple(part for part in parts if not hooks(part) <= {"data", "features"})
+    for part in rest:
+        if hooks(part) & {"data", "features"}:
+            raise ConfigError(f"{part!r} changes data and more, expected one hook or the other: a chain of two parts.")
+    return Chain(rest) if len(rest) != 1 else rest[0]
 
 
 def check(defense: Defense, components: tuple[Component, ...]) -> None:

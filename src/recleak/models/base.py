@@ -6,6 +6,7 @@ whole tables. The same definition serves one real client (C = 1) and ten thousan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -38,7 +39,12 @@ class Model:
         """Whether it needs `Batch.neighbors`: then every own row moves at every step."""
         return False
 
-    perceptron: ClassVar[tuple[str, str] | None] = None  # (user, item) if logits are `mlp(params, user, item)`, no more
+    # What compiled loops rely on. Only what a class itself declares counts: a subclass may compute something else.
+    # perceptron: (user, item) if with a head the logits are `mlp(params, user, item)`, no more; with `star`, on vectors
+    # that were propagated. star: a method, f32[C] -> f32[C, 5]; for the degree of each client five weights w, so that
+    # for the vector u, the sum S of own rows and a row q, users are w0 u + w1 S, items w2 q + [own] (w3 u + w4 S).
+    perceptron: ClassVar[tuple[str, str] | None] = None
+    star: ClassVar[Callable[..., Tensor] | None] = None
 
     def components(self) -> tuple[Component, ...]:
         """The named parts of its parameters."""

@@ -57,6 +57,7 @@ class LightGCN(Model):
     init: Init = field(default=Normal(0.1))
     head_init: Init = field(default=FanIn())
 
+    perceptron = ("user", "item")
     reads_neighbors = True
 
     def __post_init__(self) -> None:
@@ -82,17 +83,31 @@ class LightGCN(Model):
     def propagate(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """The combined vectors of the user, f32[C, d], and of the scored items, f32[C, B, d]."""
         user, item, total = params["user"], params["item"], batch.neighbors["item"]  # total is S, f32[C, d]
-        n = batch.degree.clamp(min=1).unsqueeze(1)  # f32[C, 1]
+        own_part, sum_part, row_part, from_user, from_sum = self.star(batch.degree).unsqueeze(2).unbind(1)  # f32[C, 1]
+        propagated = own_part * user + sum_part * total
+        if not self.propagate_items:
+            return propagated, item
+        heard = from_user * user + from_sum * total  # f32[C, d]: what an own item hears
+        own = batch.own.to(item.dtype).unsqueeze(-1)  # f32[C, B, 1]
+        return propagated, torch.addcmul(row_part.unsqueeze(2) * item, own, heard.unsqueeze(1))
+
+    def star(self, degree: Tensor) -> Tensor:
+        """The weights of u and S in the user's vector, of q_i, u and S in an own item's: f32[C] -> f32[C, 5]."""
+        n = degree.clamp(min=1)
         into_user = 1 / n if self.normalization == "mean" else n.rsqrt()
         into_item = 1 / (n * into_user)
         scale = 1 / (1 + self.layers) if self.combine == "mean" else 1.0
+        one, none = torch.ones_like(n), torch.zeros_like(n)
         if not self.propagate_items:
-            return scale * (user + self.layers * into_user * total), item
-        even, odd = self.layers // 2, (self.layers + 1) // 2
-        back = even * (batch.degree > 0).unsqueeze(1)  # i64[C, 1]: how often the user hears itself
-        heard = odd * into_item * user + even / n * total  # f32[C, d]: what an own item hears
-        own = batch.own.to(item.dtype).unsqueeze(-1)  # f32[C, B, 1]
-        return (
-            scale * ((1 + back) * user + odd * into_user * total),
-            scale * torch.addcmul(item, own, heard.unsqueeze(1)),
-        )
+            weights = (scale * one, scale * self.layers * into_user, one, none, none)
+        else:
+            even, odd = self.layers // 2, (self.layers + 1) // 2
+            back = even * (degree > 0).to(n.dtype)  # how often the user hears itself
+            weights = (
+                scale * (1 + back),
+                scale * odd * into_user,
+                scale * one,
+                scale * odd * into_item,
+                scale * even / n,
+            )
+        return torch.stack(weights, dim=1)

@@ -74,11 +74,15 @@ class AttackContract:
         for message in _seen(case):
             kept = {name: value.clone() for name, value in state.items()}
             sent = [value.clone() for value in _tensors(message)]
-            after = self.attack.fold(state, message)
+            after = self.attack.fold(case.knowledge, state, message)
             _assert_same(state, kept, "fold changed the state that it was given")
             unchanged = all(torch.equal(*pair) for pair in zip(sent, _tensors(message), strict=True))
             assert unchanged, f"fold changed the {type(message).__name__} that it was given"
-            _assert_same(self.attack.fold(kept, message), after, "folding the same message again gave another state")
+            _assert_same(
+                self.attack.fold(case.knowledge, kept, message),
+                after,
+                "folding the same message again gave another state",
+            )
             state = after
 
     def test_an_answer_changes_nothing(self) -> None:
@@ -86,7 +90,7 @@ class AttackContract:
         case = self.planted()
         state = self._state(case)
         kept = {name: value.clone() for name, value in state.items()}
-        first, second = (self.attack.answer(state, case.question) for _ in range(2))
+        first, second = (self.attack.answer(case.knowledge, state, case.question) for _ in range(2))
         _assert_same(state, kept, "answer changed the state")
         assert torch.equal(first, second), "the second answer differs from the first"
         assert len(first) == len(case.truth), f"got {len(first)} answers, expected {len(case.truth)}"
@@ -97,7 +101,7 @@ class AttackContract:
         case = self.planted()
         live = self.attack.init(case.knowledge)
         for message in _seen(case):
-            live = self.attack.fold(live, message)
+            live = self.attack.fold(case.knowledge, live, message)
         _assert_same(self._state(case), live, "messages from bytes gave another state")
 
     def test_a_recording_makes_no_difference(self, tmp_path: Path) -> None:

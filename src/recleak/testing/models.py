@@ -29,8 +29,9 @@ from recleak.models.base import Model, Params
 from recleak.models.components import by_name
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.testing.oracle import oracle
+from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining, Task, Trained, train
-from recleak.training.executor import Executor, InProcess, one_thread
+from recleak.training.executor import Executor, InProcess
 from recleak.training.local import Examples, LocalData
 from recleak.training.optimizers import SGD, Adam, Optimizer
 from recleak.training.personal import first_params

@@ -74,6 +74,7 @@ class _Client:
             always = Streams.simulated(task.seed, 0, data.client)
             self.features = task.defense.features(mine, always.within("features")).to(dtype)
         self.optimizer = self._optimizer()
+        self.sums: Params = {name: torch.zeros_like(value) for name, value in self.params.items()}  # of gradients
 
     # What it begins with.
 
@@ -173,6 +174,11 @@ class _Client:
             total = loss + penalty.sum()
         total.backward()  # type: ignore[no-untyped-call]
         self._hook_gradient(step)
+        if isinstance(training.optimizer, Adam) and training.optimizer.accumulate:
+            for name, parameter in self.params.items():
+                assert parameter.grad is not None
+                self.sums[name] = self.sums[name] + parameter.grad
+                parameter.grad = self.sums[name].clone()  # decay is added to the copy
         if training.decay_rows == "active":  # else torch does it, for all rows
             for name in self.tables:
                 gradient, value = self.params[name].grad, self.params[name].detach()

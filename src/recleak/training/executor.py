@@ -32,6 +32,7 @@ from torch import Tensor
 
 from recleak.errors import ConfigError, DataError, RecleakError
 from recleak.models.base import Params
+from recleak.training.chunks import cores, one_thread
 from recleak.training.cohort import Task, Trained, train
 from recleak.training.local import Examples
 from recleak.update import Update
@@ -79,11 +80,6 @@ class Executor(Protocol):
         ...
 
 
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @dataclass(frozen=True)
 class InProcess:
     """Threads of this process, one per core by default; torch and the compiled kernels run without Python's lock."""
@@ -96,18 +92,6 @@ class InProcess:
         width = _width("threads", self.threads)
         with one_thread(), ThreadPoolExecutor(width, thread_name_prefix="recleak") as pool:
             yield _ThreadSession(assignment, pool, width)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread per operation, in torch and in the BLAS of the kernels: results depend on it in their last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with threadpool_limits(1):
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass

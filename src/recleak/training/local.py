@@ -31,6 +31,7 @@ class LocalData:
     against: NDArray[np.int64] | None  # i64[E]: for pairwise losses, the item that `item` is preferred to; else None
     offset: NDArray[np.int64]  # i64[C + 1]: client c has examples offset[c] to offset[c + 1]
     n_items: int
+    own: NDArray[np.bool_] | None = None  # bool[E]: a neighbor in the client's star graph; None: every positive is one
 
     @cached_property
     def count(self) -> NDArray[np.int64]:
@@ -48,7 +49,9 @@ class LocalData:
         offset = np.concatenate([[0], np.cumsum(count)])
         example = np.repeat(self.offset[positions] - offset[:-1], count) + np.arange(offset[-1])
         against = None if self.against is None else self.against[example]
-        return LocalData(self.client[positions], self.item[example], self.label[example], against, offset, self.n_items)
+        own = None if self.own is None else self.own[example]
+        item, label = self.item[example], self.label[example]
+        return LocalData(self.client[positions], item, label, against, offset, self.n_items, own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +140,7 @@ def held_rows(data: LocalData, also: NDArray[np.int64] | None = None) -> Held:
     parts = [part for part in (key, against, also) if part is not None]
     union = np.sort(np.concatenate(parts))
     union = union[np.diff(union, prepend=-1) > 0]
-    own_key = np.sort(key[data.label > 0])
+    own_key = np.sort(key[data.label > 0 if data.own is None else data.own])
     own = np.searchsorted(union, own_key[np.diff(own_key, prepend=-1) > 0])
     bounds = np.arange(clients + 1) * n_items
     offset = np.searchsorted(union, bounds)

@@ -2,8 +2,8 @@
 
 A row that is not in a batch has no gradient, yet Adam moves it on: its moments fade, but they are not zero. To step
 all rows of a client at every step costs ten times what the batch needs, so on the CPU the idle steps of a row are made
-up for when it is next read (`IdleMoves`). With weight decay, momentum, moments that outlive a visit, or a gradient on
-every row, all rows of the active clients are stepped at every step.
+up for when it is next read (`IdleMoves`). With weight decay, momentum, moments that outlive a visit, summed gradients,
+or a gradient on every row, all rows of the active clients are stepped at every step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ class SGD:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (Kingma and Ba 2015, Algorithm 1), weight decay as L2 in the gradient (as `torch.optim.Adam`)."""
+    """Adam (Kingma and Ba 2015, Algorithm 1), weight decay as L2 in the gradient (as `torch.optim.Adam`).
+
+    `accumulate` repeats a common bug of training code, a forgotten `optimizer.zero_grad()`: step s uses the sum of the
+    gradients of steps 1 to s of the visit, after the hooks, for every parameter. A proximal term is part of them,
+    weight decay is added anew at each step. An item row that was in a batch once is driven by it until the visit ends.
+    """
 
     learning_rate: float = 0.001
     learning_rates: Mapping[str, float] = field(default_factory=dict)  # by component, where it differs
@@ -51,6 +56,7 @@ class Adam:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     keep: bool = False  # moments and step count outlive the visit; else each visit starts afresh
+    accumulate: bool = False  # gradients are summed over the steps of a visit; only to repeat code that does so
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -79,6 +85,10 @@ def check(optimizer: Optimizer, components: set[str]) -> None:
             raise ConfigError(f"{name} is {value}, expected at least 0 and less than 1.")
     if isinstance(optimizer, Adam) and not optimizer.epsilon > 0:
         raise ConfigError(f"epsilon is {optimizer.epsilon}, expected a positive number.")
+    if isinstance(optimizer, Adam) and optimizer.accumulate and optimizer.keep:
+        raise ConfigError(
+            "accumulate is True with keep=True, expected one of them: summed gradients do not outlive a visit."
+        )
 
 
 def learning_rate(optimizer: Optimizer, component: str) -> float:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from recleak import kernels
 from recleak.defenses.base import hooks
+from recleak.defenses.proximal import Norm, proximal_terms
 from recleak.errors import ConfigError
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
@@ -50,7 +51,8 @@ class Visit:
     ) -> None:
         training, optimizer = task.training, task.training.optimizer
         self.task, self.received, self.data, self.streams, self.optimizer = task, received, data, streams, optimizer
-        self.used = hooks(task.defense)
+        self.terms = proximal_terms(task.defense)
+        self.used = hooks(task.defense) - ({"penalty"} if self.terms == () else set())
         self.device = kept.client.device
         self.rates = {part.name: learning_rate(optimizer, part.name) for part in task.components}
         self.plan = plan(
@@ -79,7 +81,12 @@ class Visit:
     @property
     def _every_row(self) -> bool:
         """Rows outside the batch have a gradient, or must be up to date at every step."""
-        return self._compares or self.task.model.reads_neighbors or "gradient" in self.used
+        return self._compares or self._accumulates or self.task.model.reads_neighbors or "gradient" in self.used
+
+    @property
+    def _accumulates(self) -> bool:
+        """Gradients are summed over the steps."""
+        return isinstance(self.optimizer, Adam) and self.optimizer.accumulate
 
     def _put(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -163,9 +170,9 @@ class Visit:
 
     def _walk_compiled(self, rows: dict[str, LazyRows | DirectRows]) -> Tensor | None:
         """The whole visit in one compiled loop, where there is one: a perceptron under cross-entropy and fresh Adam."""
-        names = vars(type(self.task.model)).get("perceptron")  # its own: a subclass may compute something else
-        lazy = None if names is None else rows.get(names[1])
-        if names is None or not isinstance(lazy, LazyRows) or self.task.training.loss != "bce":
+        model, adam = self.task.model, self.optimizer
+        names = vars(type(model)).get("perceptron")  # its own: a subclass may compute something else
+        if names is None or not self._compiles(names[1]) or not isinstance(adam, Adam):
             return None
         layers = [value for name, value in self.values.items() if name.endswith(".weight")]
         heads = [f"head.{n}.{kind}" for n in range(1, len(layers) + 1) for kind in ("weight", "bias")]
@@ -174,27 +181,57 @@ class Visit:
             return None
         params = torch.cat([self.values[name].flatten(1) for name in parts], dim=1)  # f32[C, P]
         loss = torch.empty(len(self.client))
-        kernels.perceptron_visits(
+        widths = np.array([*(layer.shape[1] for layer in layers), 1])
+        rates = np.array([self.rates[name] for name in parts])
+        batches = (
             self.batches.row,
             self.batches.label.numpy(),
             self.plan.weight,
             self.plan.steps,
             self.held.offset,
-            lazy.table,
-            lazy.last,
-            lazy.first,
-            lazy.moves.moves,
-            lazy.moves.decay,
-            lazy.moves.sizes,
-            lazy.rate,
-            params.numpy(),
-            np.array([*(layer.shape[1] for layer in layers), 1]),
-            np.array([self.rates[name] for name in parts]),
-            lazy.optimizer.beta1,
-            lazy.optimizer.beta2,
-            lazy.optimizer.epsilon,
-            loss.numpy(),
         )
+        lazy = rows[names[1]]
+        if isinstance(lazy, LazyRows):
+            kernels.perceptron_visits(
+                *batches,
+                lazy.table,
+                lazy.last,
+                lazy.first,
+                lazy.moves.moves,
+                lazy.moves.decay,
+                lazy.moves.sizes,
+                lazy.rate,
+                params.numpy(),
+                widths,
+                rates,
+                adam.beta1,
+                adam.beta2,
+                adam.epsilon,
+                loss.numpy(),
+            )
+        else:
+            table = self.rows[names[1]]
+            kernels.perceptron_visits_of_all_rows(
+                *batches,
+                self.batches.is_own.numpy(),
+                self.held.own,
+                self.held.own_offset,
+                self._star().numpy(),
+                table.numpy(),
+                (table if self.start is None else self.start.rows[names[1]]).numpy(),
+                self._strength("plain"),
+                self._strength("squared"),
+                self.rates[names[1]],
+                params.numpy(),
+                widths,
+                rates,
+                adam.beta1,
+                adam.beta2,
+                adam.epsilon,
+                adam.weight_decay,
+                adam.accumulate,
+                loss.numpy(),
+            )
         at = 0
         for name in parts:
             shape, size = self.values[name].shape, self.values[name][0].numel()
@@ -202,10 +239,33 @@ class Visit:
             at += size
         return loss
 
+    def _compiles(self, item: str) -> bool:
+        """Whether the compiled loops know all that happens to a client beside its model, which has these item rows."""
+        return (
+            self.task.training.loss == "bce"
+            and self.device.type == "cpu"
+            and not self.optimizer.keep
+            and not self.used & {"gradient", "epoch"}
+            and (self.task.model.star is not None or not self.task.model.reads_neighbors)
+            and self.terms is not None
+            and all(term.components == (item,) for term in self.terms)
+        )
+
+    def _star(self) -> Tensor:
+        """How the model propagates vectors, f32[C, 5]."""
+        if self.task.model.star is None:
+            return torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]).repeat(len(self.client), 1)
+        return self.task.model.star(self.batches.degree)
+
+    def _strength(self, norm: Norm) -> float:
+        """Of the proximal terms with this norm, together."""
+        return float(sum(term.strength for term in self.terms or () if term.norm == norm))
+
     def _walk(self, rows: dict[str, LazyRows | DirectRows], strategy: str) -> Tensor:
         """Step by step for all clients."""
         active = [*self.plan.active.tolist(), 0]
         loss = torch.zeros(len(self.client), device=self.device)
+        sums = {n: torch.zeros_like(t) for n, t in {**self.values, **self.rows}.items()} if self._accumulates else {}
         for step, now in enumerate(active[:-1]):
             if step == 0 or now < active[step - 1]:
                 whole = self._now(now)
@@ -223,6 +283,8 @@ class Visit:
             else:
                 for name, reader in rows.items():
                     reader.step(batch.row, gradients[name], step + 1)
+            if self._accumulates:
+                gradients = {name: sums[name][: len(each)].add_(each) for name, each in gradients.items()}
             for stepper, age in steppers:
                 stepper.step(gradients, step + 1 if age is None else age + step + 1)
             if active[step + 1] < now:  # these clients are done
@@ -380,7 +442,7 @@ class _Batches:
         self._weight = torch.from_numpy(visit.plan.weight).to(device)
         is_own = np.zeros(len(held.item), bool)
         is_own[held.own] = True
-        self._is_own = torch.from_numpy(is_own[self.row]).to(device)
+        self.is_own = torch.from_numpy(is_own[self.row]).to(device)
         self.degree = torch.from_numpy(np.diff(held.own_offset).astype(np.float32)).to(device)
         self._own = visit._put(held.own)
         self._own_owner = torch.repeat_interleave(torch.arange(clients, device=device), self.degree.long())
@@ -401,7 +463,7 @@ class _Batches:
         """The batches of the first `now` clients."""
         visit = self.visit
         row, label, weight = self.row[step, :now], self.label[step, :now], self._weight[step, :now]
-        own, reads, features = self._is_own[step, :now], visit.task.model.reads_neighbors, self.item_features
+        own, reads, features = self.is_own[step, :now], visit.task.model.reads_neighbors, self.item_features
         if not reads and features is None and self.features is None:
             return _Step(row, label, weight, Batch(own, self.degree[:now]))
         inputs = Batch(

@@ -1,0 +1,352 @@
+"""The gradient-alignment attack: a row moves along the gradient of its own score, forth if the item is the client's.
+
+Under binary cross-entropy a step moves the row q_i of an item with label y_i and score z_i by
+
+    - rate (sigmoid(z_i) - y_i) g_i,    g_i = d z_i / d q_i,
+
+that is along g_i for an own item and against it for a negative, whatever the optimizer makes of the length (Adam scales
+coordinates, and keeps their signs). The server has sent the model, so it can compute g_i for every row that an upload
+touches and project the row's movement onto it. What it lacks is the client's own vector. In a perceptron that vector
+only decides which units are on; zero does well. Where g_i is proportional to it (inner products) all rows move along
+one line: the first principal direction of the movements is that line, and the side of the fewer rows is that of the
+own items.
+
+**Calibration.** A defense that the adversary knows can be rehearsed. It labels the rows by its first guess, trains
+shadow clients with these labels *under the same defense* from the same broadcast, and so has rows whose label it knows.
+A logistic regression learns from them what an upload says about a row: its projection, its length, how far it follows
+the other own items, and the score that the uploaded head gives it. So regularized, clipped, noisy and graph-based
+uploads can be read: where item rows are kept from moving, the head has learned the labels instead.
+
+Axis letters: C clients, N rows of all clients, K rows of the largest client, F features, S shadows of a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import expm1, log1p
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recleak import random
+from recleak.attacks.base import Knowledge
+from recleak.attacks.membership import FromSums, FromUploads, chosen, expected_positives, whole
+from recleak.attacks.shadow import no_user_features, train_shadows
+from recleak.defenses.base import without_data_hooks
+from recleak.errors import ConfigError
+from recleak.models.base import Batch, Params
+from recleak.training.local import LocalData
+from recleak.update import Update
+
+_TINY = 1e-20
+_ROWS = 1 << 14  # of a padded table
+_MOST = 8  # shadows of one client and rehearsal
+_RIDGE = 1.0  # of the logistic regression, in units of standardized features
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientAlignment(FromUploads):
+    """Rank the rows of an upload by their movement along the gradient of their own score.
+
+    shadow_rows: calibrate on so many rows for each client, and at least one shadow client, at most eight; 0: no shadow
+    client is trained, and the projection alone decides.
+    rehearsals: how often the shadows are labelled by the last guess and trained.
+    """
+
+    shadow_rows: int = 500
+    rehearsals: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shadow_rows < 0:
+            raise ConfigError(f"shadow_rows is {self.shadow_rows}, expected at least 0.")
+        if self.rehearsals < 1:
+            raise ConfigError(f"rehearsals is {self.rehearsals}, expected at least 1; without any, shadow_rows=0.")
+
+    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
+        """The log odds of the projection, or of the regression on all that a movement shows."""
+        expected = expected_positives(knowledge, update.offset.diff())
+        own = aligned(knowledge, received, update, expected)
+        if not self.shadow_rows:
+            return own, expected
+        for rehearsal in range(self.rehearsals):
+            label = chosen(update, own, whole(expected))
+            shadow, owner, truth = self._rehearse(knowledge, received, update, label, round, rehearsal)
+            guess = chosen(shadow, aligned(knowledge, received, shadow, expected[owner]), whole(expected[owner]))
+            known = described(knowledge, received, shadow, guess, expected[owner])
+            seen = described(knowledge, received, update, label, expected)
+            own = _regress(known, truth, owner[shadow.owner], seen, update)
+        return own, expected
+
+    def _rehearse(
+        self, knowledge: Knowledge, received: Params, update: Update, label: Tensor, round: int, rehearsal: int
+    ) -> tuple[Update, Tensor, Tensor]:
+        """Uploads of shadow clients, whose they are the shadows of (i64[S]), and the labels of their rows."""
+        size = update.offset.diff()
+        copies = (-(-self.shadow_rows // size.clamp(min=1))).clamp(max=_MOST)  # i64[C]
+        owner = torch.repeat_interleave(torch.arange(update.n_clients), copies)  # i64[S]
+        copy = torch.arange(len(owner)) - torch.repeat_interleave(copies.cumsum(0) - copies, copies)
+        each = update.select(owner)
+        rows = torch.repeat_interleave(update.offset[owner], size[owner]) + (
+            torch.arange(len(each.item)) - each.offset[:-1][each.owner]
+        )
+        truth = label[rows]
+        client = (update.client[owner] * self.shadow_rows + copy).numpy()  # a name of its own for each shadow
+        seed = int(random.bits(self.seed, "rehearsal", rehearsal) >> np.uint64(1))
+        data = _with_repeats(knowledge, client, each, truth, seed)
+        moved = train_shadows(knowledge, received, data, round, seed, defense=without_data_hooks(knowledge.defense))
+        if len(moved.item) != len(each.item):  # a defense sends rows that the client never touched
+            place = torch.searchsorted(
+                moved.owner * knowledge.n_items + moved.item, each.owner * knowledge.n_items + each.item
+            )
+            moved = Update(
+                moved.client,
+                moved.values,
+                {name: rows[place] for name, rows in moved.rows.items()},
+                each.item,
+                each.offset,
+                moved.n_items,
+            )
+        return moved, owner, truth
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignmentOfSums(FromSums):
+    """The same reading of a sum of uploads: how much is left behind secure aggregation.
+
+    The projection alone decides, and says the same about everybody in the sum. No shadow client is trained.
+    """
+
+    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
+        """With n clients that touch k of I items each, I (1 - (1 - k / I)^n) are touched by anybody; solved for k."""
+        clients, n_items = update.n_clients, knowledge.n_items
+        union = min(int(update.offset[1]), n_items - 1) / n_items
+        touched = n_items * -expm1(log1p(-union) / clients)
+        expected = expected_positives(knowledge, torch.tensor([touched]))  # f32[1]
+        one = update.select(torch.zeros(1, dtype=torch.int64))
+        return aligned(knowledge, received, one, expected * clients).repeat(clients), expected.repeat(clients)
+
+
+def _with_repeats(knowledge: Knowledge, client: NDArray[np.int64], each: Update, label: Tensor, seed: int) -> LocalData:
+    """The rows as examples; a negative occurs as often as if q per own item had been drawn with replacement."""
+    negatives = 0 if knowledge.training is None else knowledge.training.negatives
+    owner, item, positive = each.owner.numpy(), each.item.numpy(), label.numpy()
+    clients = len(client)
+    own = np.bincount(owner[positive], minlength=clients)
+    other = np.bincount(owner[~positive], minlength=clients)
+    missing = np.where(other > 0, np.maximum(negatives * own - other, 0), 0)  # i64[S]: draws that hit an item again
+    again = np.repeat(np.arange(clients), missing)
+    number = np.arange(len(again)) - np.repeat(np.cumsum(missing) - missing, missing)
+    lot = random.uniform(seed, "repeats", client[again], number)
+    place = (np.cumsum(other) - other)[again] + (lot * other[again]).astype(np.int64).clip(0, other[again] - 1)
+    row = np.concatenate([np.arange(len(item)), np.flatnonzero(~positive)[place]])
+    row = row[np.argsort(owner[row], kind="stable")]
+    offset = np.concatenate([[0], np.cumsum(np.bincount(owner[row], minlength=clients))])
+    return LocalData(client, item[row], positive[row].astype(np.float32), None, offset, each.n_items)
+
+
+# --- what a movement shows --------------------------------------------------------------------------------------------
+
+
+def aligned(knowledge: Knowledge, received: Params, update: Update, expected: Tensor) -> Tensor:
+    """The projection of each row's movement onto the gradient of its score, as log odds, f32[N].
+
+    The head as broadcast and as uploaded are both tried: the latter is nearer to the one that moved the rows, unless
+    there is noise on it. The one that separates a client's rows better is taken.
+    """
+    guess = (expected / update.offset.diff().clamp(min=1))[update.owner]  # f32[N]: nothing is known of a row yet
+    odds, gain = None, None
+    for uploaded in (False, True):
+        along, _, _ = projections(knowledge, received, update, guess, expected, uploaded=uploaded)
+        slope, middle, separation = _split(along, update, expected)
+        mine = (along - middle[update.owner]) * slope[update.owner]
+        if odds is None or gain is None:
+            odds, gain = mine, separation
+        else:
+            better = separation > gain
+            odds = torch.where(better[update.owner], mine, odds)
+    if odds is None:
+        raise AssertionError("the loop runs")
+    return odds
+
+
+def described(knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor) -> Tensor:
+    """What the movement of each row looks like, in units of its client's mean movement, f32[N, F]; `own` is a guess."""
+    moved = _flat(update.rows)  # f32[N, d]
+    length = moved.norm(dim=1)
+    unit = _mean(length, update).clamp(min=_TINY)[update.owner]
+    before, start, _ = projections(knowledge, received, update, own.float(), expected, uploaded=False)
+    after, score, slope = projections(knowledge, received, update, own.float(), expected, uploaded=True)
+    learned = score - start  # what the head has learned of the row
+    guess = own.float().unsqueeze(1)
+    together = _mean(moved * guess, update) / _mean(guess, update).clamp(min=_TINY) - _mean(moved, update)  # f32[C, d]
+    together = together / together.norm(dim=1, keepdim=True).clamp(min=_TINY)
+    follows = (moved * together[update.owner]).sum(1)
+    a, b, n, c = before / unit, after / unit, length / unit, follows / unit
+    cosine = after / length.clamp(min=_TINY)
+    columns = [a, b, n, c, score, learned, slope, a * a, b * b, n * n, c * c, a * n, b * n, (n + 1e-6).log(), cosine]
+    columns += [b * score, score * n, learned * n]
+    return torch.stack(columns, dim=1)
+
+
+def projections(
+    knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor, *, uploaded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Movements along the unit gradients of the rows' scores; the scores; the lengths of the gradients; f32[N] each.
+
+    `own` is the guessed probability of each row, `uploaded` takes the head as uploaded instead of as broadcast. Clients
+    are padded to the largest of a group; groups are so small that memory does not grow with the number of clients.
+    """
+    parts = []
+    for low, high in _groups(update.offset.diff().tolist()):
+        rows = slice(int(update.offset[low]), int(update.offset[high]))
+        some = update.select(torch.arange(low, high))
+        parts.append(_projections(knowledge, received, some, own[rows], expected[low:high], uploaded))
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), torch.cat([p[2] for p in parts])
+
+
+def _groups(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Neighbors that fill a table of bounded size together, as (first, end)."""
+    first, widest = 0, 0
+    for at, size in enumerate(sizes):
+        if at > first and max(widest, size) * (at + 1 - first) > _ROWS:
+            yield first, at
+            first, widest = at, 0
+        widest = max(widest, size)
+    yield first, len(sizes)
+
+
+def _projections(
+    knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor, uploaded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    model, clients = knowledge.model, update.n_clients
+    place = torch.arange(len(update.item)) - update.offset[:-1][update.owner]  # i64[N]: of a row within its client
+    width = int(update.offset.diff().max())
+    table = {name: received[name][update.item] for name in update.rows}  # f32[N, *shape]
+    leaves = {
+        name: rows.new_zeros(clients, width, *rows.shape[1:]).index_put_((update.owner, place), rows).requires_grad_()
+        for name, rows in table.items()
+    }
+    params: Params = dict(leaves)
+    for part in knowledge.components:
+        if part.name in params:
+            continue
+        if part.shared and part.storage == "dense":
+            value = received[part.name].expand(clients, *part.shape)
+        elif part.shared:
+            value = received[part.name][update.client]
+        elif part.storage == "per_item":
+            value = torch.zeros(clients, width, *part.shape)
+        else:
+            value = torch.zeros(clients, *part.shape)
+        params[part.name] = value + update.values[part.name] if uploaded and part.name in update.values else value
+    weighted = {name: rows * own.reshape(-1, *[1] * (rows.dim() - 1)) for name, rows in table.items()}
+    fixed = model.item_features(knowledge.n_items)
+    features, around = None, None
+    if fixed is not None:
+        mine = fixed[update.item]
+        features = mine.new_zeros(clients, width, mine.shape[1]).index_put_((update.owner, place), mine)
+        around = _sum(mine * own.unsqueeze(1), update)
+    unknown = no_user_features(knowledge, clients)
+    logits = model.logits(
+        params,
+        Batch(
+            own=torch.zeros(clients, width, dtype=torch.bool),
+            degree=expected,
+            neighbors={name: _sum(rows, update) for name, rows in weighted.items()} if model.reads_neighbors else {},
+            user_features=unknown,
+            item_features=features,
+            neighbor_features=around,
+        ),
+    )
+    slopes = torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+    each = {name: slope[update.owner, place] for name, slope in zip(leaves, slopes, strict=True)}
+    gradient = _flat(each)  # f32[N, d]
+    moved = _flat(update.rows)
+    length = gradient.norm(dim=1)
+    flat = _mean(length, update) <= _TINY  # a product with the client's vector, which is zero here
+    along = (moved * gradient).sum(1) / length.clamp(min=_TINY)
+    if bool(flat.any()):
+        line = _principal(moved, update, expected)
+        along = torch.where(flat[update.owner], (moved * line[update.owner]).sum(1), along)
+    return along, logits.detach()[update.owner, place], length
+
+
+def _principal(moved: Tensor, update: Update, expected: Tensor) -> Tensor:
+    """The line along which the rows of each client move, pointing to the side of the own items, f32[C, d]."""
+    each = [rows.double() for rows in torch.split(moved, update.offset.diff().tolist())]
+    scatter = torch.stack([rows.T @ rows for rows in each])  # f64[C, d, d]
+    line = torch.linalg.eigh(scatter).eigenvectors[:, :, -1].float()
+    along = (moved * line[update.owner]).sum(1)
+    _, _, one = _split(along, update, expected)
+    _, _, other = _split(-along, update, expected)
+    return torch.where((one >= other).unsqueeze(1), line, -line)
+
+
+def _split(score: Tensor, update: Update, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two groups of each client, the `expected` highest and the rest: slope and middle of the log odds, and how far the
+    groups are apart, all f32[C].
+
+    The odds are those of two normal distributions of equal variance (linear discriminant). The distance is in units of
+    the spread of all rows, so that it can be compared between scores.
+    """
+    top = chosen(update, score, whole(expected)).float()
+    count = _sum(torch.ones_like(top), update)
+    high = _sum(top, update)
+    low = count - high
+    mean_high = _sum(score * top, update) / high.clamp(min=1)
+    mean_low = _sum(score * (1 - top), update) / low.clamp(min=1)
+    center = torch.where(top > 0, mean_high[update.owner], mean_low[update.owner])
+    within = _sum((score - center).square(), update) / count.clamp(min=1)
+    spread = _sum((score - _mean(score, update)[update.owner]).square(), update) / count.clamp(min=1)
+    gap = mean_high - mean_low
+    slope = gap / (within + 1e-3 * gap.square()).clamp(min=_TINY)
+    return slope, (mean_high + mean_low) / 2, gap.square() * (high * low) / count.square() / spread.clamp(min=_TINY)
+
+
+# --- logistic regression, one for each client -------------------------------------------------------------------------
+
+
+def _regress(known: Tensor, truth: Tensor, owner: Tensor, seen: Tensor, update: Update) -> Tensor:
+    """Log odds of the rows `seen`, f32[N, F], from rows whose label is known; each client has a regression of its own.
+
+    Ridge-penalized maximum likelihood by Newton's method, on features standardized by the known rows.
+    """
+    odds = torch.empty(len(seen))
+    for client in range(update.n_clients):
+        x, y = known[owner == client].double(), truth[owner == client].double()
+        mine = seen[update.offset[client] : update.offset[client + 1]].double()
+        mean, spread = x.mean(0), x.std(0).clamp(min=1e-9)
+        one = torch.ones(len(x), 1, dtype=torch.float64)
+        design = torch.cat([one, ((x - mean) / spread).clamp(-8, 8)], dim=1)
+        weight = torch.zeros(design.shape[1], dtype=torch.float64)
+        ridge = torch.full_like(weight, _RIDGE).index_fill_(0, torch.tensor([0]), 1e-6).diag()
+        for _ in range(12):
+            chance = torch.sigmoid(design @ weight)
+            slope = design.T @ (y - chance) - ridge @ weight
+            bend = (design * (chance * (1 - chance)).unsqueeze(1)).T @ design + ridge
+            step = torch.linalg.solve(bend, slope)
+            largest = step.abs().max()
+            weight = weight + step * (4 / largest.clamp(min=4))
+            if largest < 1e-4:
+                break
+        again = torch.cat([torch.ones(len(mine), 1, dtype=torch.float64), ((mine - mean) / spread).clamp(-8, 8)], 1)
+        odds[update.offset[client] : update.offset[client + 1]] = (again @ weight).float()
+    return odds
+
+
+def _flat(rows: Params) -> Tensor:
+    """All per-item components side by side, f32[N, d]."""
+    return torch.cat([value.unsqueeze(-1).flatten(1) for value in rows.values()], dim=1)
+
+
+def _sum(values: Tensor, update: Update) -> Tensor:
+    return values.new_zeros(update.n_clients, *values.shape[1:]).index_add_(0, update.owner, values)
+
+
+def _mean(values: Tensor, update: Update) -> Tensor:
+    count = update.offset.diff().clamp(min=1).to(values.dtype)
+    return _sum(values, update) / count.reshape(-1, *[1] * (values.dim() - 1))

@@ -1,0 +1,327 @@
+"""Membership: which of the items that a client's upload touches are the client's own, and which are negatives.
+
+`Evidence` is what all these attacks have in common: it keeps the last broadcast, asks a subclass for its evidence on
+every row of an upload (`FromUploads`) or of a sum of uploads (`FromSums`), and keeps that evidence by (client, item).
+The guesses that cost nothing stand below; `shadow` is the attack of IMIA and `alignment` is ours.
+
+Axis letters: C clients, N item rows of all clients, I items, n pairs of a client and an item.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import expm1, log1p
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.cluster.vq import kmeans2
+from torch import Tensor
+
+from recleak import random
+from recleak.attacks.base import Knowledge, State, WhichItems
+from recleak.errors import ConfigError
+from recleak.models.base import Params
+from recleak.update import Update
+from recleak.wire import Aggregate, Aggregator, AggregatorMessage, Broadcast, Server, ServerMessage, Upload
+
+Participation = Literal["first", "last", "all"]
+SURE = 8.0  # log odds of what an attack claims without a doubt; a little more or less orders its claims
+_STARTS = 3  # of k-means; the one with the lowest SSE counts
+_RECEIVED = "received/"  # before the names of the broadcast's components in the state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What attacks on rows have in common: evidence by pair, and probabilities from it.
+
+    `participation` says which of a client's rounds count: its first (as IMIA's code), its last, or all together, when
+    the evidence of several rounds adds up. `round` takes one round only.
+    """
+
+    participation: Participation = "first"
+    round: int | None = None
+    seed: int = 0  # of the adversary's own draws
+
+    def __post_init__(self) -> None:
+        if self.participation not in get_args(Participation):
+            options = ", ".join(get_args(Participation))
+            raise ConfigError(f"participation is {self.participation!r}, expected one of {options}.")
+
+    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
+        """Log odds that each row is of an own item (up to a constant of the client), f32[N]; and how many of a client's
+        rows are, as far as the adversary can tell, f32[C].
+        """
+        raise NotImplementedError
+
+    def init(self, knowledge: Knowledge) -> State:
+        """No evidence yet."""
+        return {
+            "client": torch.empty(0, dtype=torch.int64),  # i64[A], ascending: those attacked so far
+            "expected": torch.empty(0),  # f32[A]: how many own items among their rows, the sum over rounds
+            "rounds": torch.empty(0),  # f32[A]: how many rounds were read
+            "pair": torch.empty(0, dtype=torch.int64),  # i64[n], ascending: client * I + item
+            "odds": torch.empty(0),  # f32[n]: the sum over rounds
+        }
+
+    def _remember(self, state: State, broadcast: Broadcast) -> State:
+        """The state with this broadcast in the place of the last."""
+        kept = {name: value for name, value in state.items() if not name.startswith(_RECEIVED)}
+        return {**kept, **{_RECEIVED + name: value.clone() for name, value in broadcast.params.items()}}
+
+    def _absorb(self, knowledge: Knowledge, state: State, update: Update, round: int) -> State:
+        """The state with the evidence of an update."""
+        received = {name.removeprefix(_RECEIVED): state[name] for name in state if name.startswith(_RECEIVED)}
+        if self.participation == "first":
+            update = update.select(torch.isin(update.client, state["client"]).logical_not().nonzero().squeeze(1))
+        if not received or not len(update.item) or (self.round is not None and round != self.round):
+            return state
+        odds, expected = self.evidence(knowledge, received, update, round)
+        old = dict(state)
+        if self.participation == "last":
+            old |= _without(state, update.client, knowledge.n_items)
+        pair = update.client[update.owner] * knowledge.n_items + update.item
+        both, place = torch.unique(torch.cat([old["pair"], pair]), return_inverse=True)
+        clients, who = torch.unique(torch.cat([old["client"], update.client]), return_inverse=True)
+        count = torch.cat([old["rounds"], torch.ones(update.n_clients)])
+        return {
+            **old,
+            "client": clients,
+            "expected": _sums(torch.cat([old["expected"], expected]), who, len(clients)),
+            "rounds": _sums(count, who, len(clients)),
+            "pair": both,
+            "odds": _sums(torch.cat([old["odds"], odds]), place, len(both)),
+        }
+
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
+        """Probabilities that add up, client by client, to the expected number of own items; 0 for what was not seen."""
+        owner = torch.searchsorted(state["client"], state["pair"] // knowledge.n_items)
+        chance = calibrated(state["odds"], owner, state["expected"] / state["rounds"])
+        asked = question.client * knowledge.n_items + question.item
+        place = torch.searchsorted(state["pair"], asked)
+        seen = torch.cat([state["pair"], torch.tensor([-1])])[place] == asked
+        return torch.where(seen, torch.cat([chance, torch.zeros(1)])[place], 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromUploads(Evidence):
+    """An attack that reads each upload beside the broadcast that it answers."""
+
+    vantage: ClassVar[type[Server]] = Server
+
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
+        """Keep the broadcast; turn an upload into evidence."""
+        if isinstance(message, Broadcast):
+            return self._remember(state, message)
+        return self._absorb(knowledge, state, message.update, message.round) if isinstance(message, Upload) else state
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromSums(Evidence):
+    """An attack that reads the sum of a round's uploads, all that secure aggregation leaves, for each who took part.
+
+    Every client of the round is given the same rows: their mean, of all items that anybody touched.
+    """
+
+    vantage: ClassVar[type[Aggregator]] = Aggregator
+
+    def fold(self, knowledge: Knowledge, state: State, message: AggregatorMessage) -> State:
+        """Keep the broadcast; turn a sum into evidence on everybody in it."""
+        if isinstance(message, Broadcast):
+            return self._remember(state, message)
+        if not isinstance(message, Aggregate):
+            return state
+        tables = [part.name for part in knowledge.components if part.storage == "per_item" and part.shared]
+        moved = torch.stack([message.total[name].flatten(1).abs().amax(1) for name in tables]).amax(0)  # f32[I]
+        item = moved.nonzero().squeeze(1)
+        clients = len(message.client)
+        update = Update(
+            message.client,
+            {
+                part.name: (message.total[part.name] / message.weight).expand(clients, *part.shape)
+                for part in knowledge.components
+                if part.storage == "dense" and part.shared
+            },
+            {name: (message.total[name][item] / message.weight).repeat(clients, 1) for name in tables},
+            item.repeat(clients),
+            torch.arange(clients + 1) * len(item),
+            knowledge.n_items,
+        )
+        return self._absorb(knowledge, state, update, message.round)
+
+
+def _sums(values: Tensor, place: Tensor, size: int) -> Tensor:
+    return torch.zeros(size).index_add_(0, place, values)
+
+
+def _without(state: State, client: Tensor, n_items: int) -> State:
+    """The evidence without that on some clients."""
+    stays = torch.isin(state["client"], client).logical_not()
+    pairs = torch.isin(state["pair"] // n_items, client).logical_not()
+    return {
+        **{name: state[name][stays] for name in ("client", "expected", "rounds")},
+        **{name: state[name][pairs] for name in ("pair", "odds")},
+    }
+
+
+def calibrated(odds: Tensor, owner: Tensor, expected: Tensor) -> Tensor:
+    """Probabilities sigmoid(odds + shift), one shift for each client such that they add up to `expected`, f32[n]."""
+    clients = len(expected)
+    count = torch.zeros(clients, dtype=torch.float64).index_add_(0, owner, torch.ones(len(owner), dtype=torch.float64))
+    target = torch.minimum(expected.double(), count)
+    low, high = torch.full((clients,), -200.0, dtype=torch.float64), torch.full((clients,), 200.0, dtype=torch.float64)
+    wide = odds.double().clamp(-80, 80)
+    for _ in range(50):  # bisection: 400 / 2^50 is below the resolution of float32
+        shift = (low + high) / 2
+        total = torch.zeros(clients, dtype=torch.float64).index_add_(0, owner, torch.sigmoid(wide + shift[owner]))
+        low, high = torch.where(total < target, shift, low), torch.where(total < target, high, shift)
+    return torch.sigmoid(wide + ((low + high) / 2)[owner]).float()
+
+
+def expected_positives(knowledge: Knowledge, touched: Tensor) -> Tensor:
+    """How many own items a client has that touches so many different ones, f32[C].
+
+    With p own items out of I and q negatives for each, drawn independently from the others, a client touches
+    p + (I - p) (1 - (1 - 1 / (I - p))^(q p)) different items on average: a negative may be drawn twice, so the share is
+    more than 1 / (1 + q) for clients with many items. Solved for p by bisection. A client that sends every row of the
+    table hides how many it touched: nothing can be solved there, and it gets the share 1 / (1 + q) of nothing known.
+    """
+    q, n_items = _negatives(knowledge), knowledge.n_items
+
+    def touches(p: float) -> float:
+        rest = max(n_items - p, 1.0 + 1e-9)
+        return p - rest * expm1(q * p * log1p(-1 / rest))
+
+    def solve(n: float) -> float:
+        low, high = 0.0, n
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if touches(middle) < n else (low, middle)
+        return (low + high) / 2
+
+    each, place = torch.unique(touched, return_inverse=True)
+    return torch.tensor([solve(float(n)) for n in each], dtype=torch.float32)[place]
+
+
+def assumed_positives(knowledge: Knowledge, touched: Tensor, share: float | None) -> Tensor:
+    """A share of what a client touches, f32[C]; None: the ratio of negatives that the server prescribes, as IMIA."""
+    return touched.float() * (1 / (1 + _negatives(knowledge)) if share is None else share)
+
+
+def _negatives(knowledge: Knowledge) -> int:
+    if knowledge.training is None:
+        raise ConfigError(
+            "The attack needs to know how many negatives a client draws, got knowledge without `training`.\n"
+            "  Give Knowledge(..., training=LocalTraining(...)): the server prescribes it, so it is public."
+        )
+    return knowledge.training.negatives
+
+
+def whole(number: Tensor) -> Tensor:
+    """The nearest whole numbers, at least 1, i64."""
+    return number.add(0.5).long().clamp(min=1)
+
+
+def places_within(update: Update, score: Tensor) -> Tensor:
+    """The place of each row in its client's order of falling scores, from 0, i64[N]."""
+    order = np.lexsort((-score.numpy(), update.owner.numpy()))
+    place = torch.empty(len(score), dtype=torch.int64)
+    place[torch.from_numpy(order)] = torch.arange(len(score)) - update.offset[:-1][update.owner]
+    return place
+
+
+def chosen(update: Update, score: Tensor, count: Tensor) -> Tensor:
+    """The `count` rows of each client with the highest scores, bool[N]."""
+    return places_within(update, score) < count[update.owner]
+
+
+# --- guesses that cost nothing ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomGuess(FromUploads):
+    """IMIA's "Random Attack" (section 4.3): a random share of the touched items."""
+
+    share: float | None = None  # None: 1 / (1 + negatives)
+
+    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
+        """Some rows, drawn by (client, item)."""
+        count = whole(assumed_positives(knowledge, update.offset.diff(), self.share))
+        client = update.client[update.owner].numpy()
+        lot = torch.from_numpy(random.uniform(self.seed, "random guess", round, client, update.item.numpy()))
+        return torch.where(chosen(update, lot, count), SURE, -SURE), count.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllPositive(FromUploads):
+    """Claims every item that the upload touches: recall 1, precision the share of own items."""
+
+    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
+        """Every row."""
+        return torch.full((len(update.item),), SURE), update.offset.diff().float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Popularity(FromUploads):
+    """Claims the most popular of the touched items: what a server with sales figures knows without any upload's help.
+
+    Needs `popularity`, f32[I], in the public knowledge.
+    """
+
+    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
+        """The log of the popularity."""
+        popularity = public_popularity(knowledge)[update.item]
+        return (popularity + 0.5).log(), expected_positives(knowledge, update.offset.diff())
+
+
+def public_popularity(knowledge: Knowledge) -> Tensor:
+    """How often each item was chosen, f32[I], where this is public."""
+    if "popularity" not in knowledge.public:
+        got = ", ".join(knowledge.public) or "nothing"
+        raise ConfigError(
+            f"The attack needs the items' popularity, got {got} as public knowledge.\n"
+            "  Give Knowledge(..., public={'popularity': f32[I]}), or choose an attack without it."
+        )
+    return knowledge.public["popularity"].float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KMeans(FromUploads):
+    """IMIA's "K-means Attack" (section 4.3): two clusters of uploaded item vectors; the one with lower SSE is claimed.
+
+    sse "total": the sum of squared distances to the center, which a small cluster has low because it is small;
+    "point": the mean. The text says the sum; no code is published.
+    """
+
+    sse: Literal["total", "point"] = "total"
+    component: str = "item"
+
+    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
+        """The rows of the more coherent cluster, client by client."""
+        vectors = (received[self.component][update.item] + update.rows[self.component]).flatten(1).double().numpy()
+        claimed = np.zeros(len(vectors), bool)
+        for client, low, high in zip(update.client.tolist(), *_bounds(update), strict=True):
+            mine = vectors[low:high]
+            if len(mine) < 2:
+                claimed[low:high] = True
+                continue
+            generator = np.random.default_rng(int(random.bits(self.seed, "k-means", round, client)))
+            best = min((_clustered(mine, generator) for _ in range(_STARTS)), key=lambda found: found[1].sum())
+            label, error = best
+            if self.sse == "point":
+                error = error / np.bincount(label, minlength=2).clip(1)
+            claimed[low:high] = label == error.argmin()
+        claim = torch.from_numpy(claimed)
+        return torch.where(claim, SURE, -SURE), _sums(claim.float(), update.owner, update.n_clients)
+
+
+def _clustered(points: NDArray[np.float64], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Two clusters by Lloyd's algorithm from a k-means++ start: labels i64[K], and the SSE of each, f64[2]."""
+    center, label = kmeans2(points, 2, iter=30, minit="++", check_finite=False, rng=rng)
+    away: NDArray[np.float64] = np.square(points - center[label]).sum(1)
+    return label.astype(np.int64), np.bincount(label, away, 2).astype(np.float64)
+
+
+def _bounds(update: Update) -> tuple[list[int], list[int]]:
+    return update.offset[:-1].tolist(), update.offset[1:].tolist()

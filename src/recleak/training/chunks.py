@@ -1,0 +1,56 @@
+"""Clients that are at hand, trained in chunks by threads of this process: what shadow clients need of an executor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from recleak.models.base import Params
+from recleak.training.cohort import Task, Trained, join, train
+from recleak.training.local import LocalData, steps_per_epoch
+from recleak.update import Update
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread per operation, in torch and in the BLAS of the kernels: results depend on it in their last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def train_in_chunks(
+    task: Task, received: Params, kept: Update, data: LocalData, round: int, *, chunk: int = 32
+) -> Trained:
+    """Train the clients of `data` in chunks, side by side in this process; the result has them ascending."""
+    order = np.argsort(-steps_per_epoch(task.training.batch_size, data.count), kind="stable")
+    width = cores()
+    size = max(1, min(chunk, -(-len(order) // width)))
+    places = [order[start : start + size] for start in range(0, len(order), size)]
+    if len(places) > 1 and size * width >= len(order):
+        places = [order[start::width] for start in range(width)]  # one each: long and short ones for all
+
+    def work(place: NDArray[np.int64]) -> Trained:
+        return train(task, received, kept.select(torch.from_numpy(place)), data.select(place), round)
+
+    with one_thread():
+        if len(places) == 1:
+            return join([work(places[0])])
+        with ThreadPoolExecutor(width, thread_name_prefix="recleak") as pool:
+            return join(list(pool.map(work, places)))
