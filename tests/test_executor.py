@@ -17,14 +17,19 @@ from torch import Tensor
 
 from recleak.data.interactions import Interactions
 from recleak.errors import ConfigError, RecleakError
-from recleak.models.base import Batch, Params
+from recleak.models.base import Batch, Model, Params
 from recleak.models.mf import MF
-from recleak.training import executor
-from recleak.training.cohort import LocalTraining, Task
+from recleak.models.ncf import NCF
+from recleak.testing.models import ragged
+from recleak.training import chunks, executor
+from recleak.training.chunks import one_thread, train_in_chunks
+from recleak.training.cohort import LocalTraining, Task, train
 from recleak.training.executor import Assignment, InProcess, Work, Workers
-from recleak.training.local import Examples
-from recleak.training.optimizers import SGD
+from recleak.training.local import Examples, LocalData
+from recleak.training.optimizers import SGD, Adam
+from recleak.training.personal import first_params
 from recleak.training.state import ClientStore
+from recleak.update import Update
 
 DATA = Interactions.build(pl.DataFrame({"user": [0, 0, 1, 2, 2], "item": [0, 1, 1, 2, 3]}))
 
@@ -126,3 +131,60 @@ def test_errors_and_deaths_of_workers_are_told(tmp_path: Path) -> None:
         Workers(1).open(assignment(Dies())) as session,
     ):
         list(session.map(PARAMS, works(MF(), 0)))
+
+
+# --- clients at hand, in chunks ---------------------------------------------------------------------------------------
+
+
+def at_hand(client: list[int], batch_size: int | None, model: Model) -> tuple[Task, Params, Update, LocalData]:
+    """Clients of very different lengths."""
+    data = ragged(n_users=12, n_items=20)
+    training = LocalTraining(epochs=2, batch_size=batch_size, optimizer=Adam(0.01))
+    task = Task(model, model.components(), training)
+    store = ClientStore(task.components, training.optimizer, data.n_users, data.n_items, seed=0)
+    who = np.array(client)
+    received = first_params(task.components, data.n_users, data.n_items, 0)
+    return (
+        task,
+        received,
+        store.read(np.sort(who)).select(torch.from_numpy(who.argsort().argsort())),
+        Examples.of(data).draw(who, 3),
+    )
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 32])
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_chunks_of_clients_at_hand(
+    monkeypatch: pytest.MonkeyPatch, batch_size: int | None, chunk: int, width: int
+) -> None:
+    """Whatever the chunk, the cores and the order: each client's own bits, ascending."""
+    monkeypatch.setattr(chunks, "cores", lambda: width)
+    clients = [7, 2, 11, 4, 9, 0, 10]
+    task, received, kept, data = at_hand(clients, batch_size, NCF(4, (8,)))
+    got = train_in_chunks(task, received, kept, data, 3, chunk=chunk)
+    assert got.update.client.tolist() == got.kept.client.tolist() == sorted(clients)
+    steps = 0
+    for place, client in enumerate(sorted(clients)):
+        at = np.array([clients.index(client)])
+        with one_thread():
+            alone = train(task, received, kept.select(torch.from_numpy(at)), data.select(at), 3)
+        steps += alone.steps
+        for mine, expected in ((got.update, alone.update), (got.kept, alone.kept)):
+            one = mine.select(torch.tensor([place]))
+            assert torch.equal(one.item, expected.item)
+            assert set(one.names()) == set(expected.names())
+            for name, value in {**expected.values, **expected.rows}.items():
+                assert torch.equal({**one.values, **one.rows}[name], value), (client, name)
+        assert torch.equal(got.loss[place], alone.loss[0])
+        assert torch.equal(got.positives[place], alone.positives[0])
+    assert got.steps == steps
+
+
+@pytest.mark.parametrize(("clients", "width"), [(1, 2), (2, 2), (2, 4), (3, 8)])
+def test_fewer_clients_at_hand_than_cores(monkeypatch: pytest.MonkeyPatch, clients: int, width: int) -> None:
+    monkeypatch.setattr(chunks, "cores", lambda: width)
+    task, received, kept, data = at_hand(list(range(clients)), 4, MF(4))
+    before = torch.get_num_threads()
+    assert train_in_chunks(task, received, kept, data, 0).update.client.tolist() == list(range(clients))
+    assert torch.get_num_threads() == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 import pytest
@@ -129,6 +131,18 @@ def test_select(sizes: list[int], pairwise: bool, seed: int) -> None:
     assert np.array_equal(chosen.owner, np.repeat(np.arange(len(order)), chosen.count))
 
 
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
+def test_a_selection_keeps_the_graph(sizes: list[int], seed: int) -> None:
+    data, rng = local_data(sizes, seed=seed), np.random.default_rng(seed)
+    own = rng.random(len(data.item)) < 0.5
+    order = rng.permutation(len(sizes))
+    chosen = replace(data, own=own).select(order)
+    assert chosen.own is not None
+    assert chosen.own.tolist() == [bool(own[k]) for c in order for k in range(data.offset[c], data.offset[c + 1])]
+    assert data.select(order).own is None
+
+
 # --- held rows --------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +172,25 @@ def test_held_rows(sizes: list[int], pairwise: bool, seed: int, more: bool) -> N
     if data.against is not None:
         assert held.of_against is not None
         assert np.array_equal(held.item[held.of_against], data.against)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
+def test_the_graph_may_differ_from_the_labels(sizes: list[int], seed: int) -> None:
+    """`own` decides whose neighbors the rows are; without it the positives do; the rest does not depend on it."""
+    data = local_data(sizes, seed=seed)
+    own = np.random.default_rng(seed + 1).random(len(data.item)) < 0.5
+    by_label, same = held_rows(data), held_rows(replace(data, own=data.label > 0))
+    held = held_rows(replace(data, own=own))
+    for name in ("item", "offset", "of_item", "own", "own_offset"):
+        assert np.array_equal(getattr(by_label, name), getattr(same, name))
+        if not name.startswith("own"):
+            assert np.array_equal(getattr(by_label, name), getattr(held, name))
+    for c in range(len(sizes)):
+        mine = slice(data.offset[c], data.offset[c + 1])
+        rows = held.own[held.own_offset[c] : held.own_offset[c + 1]]
+        assert held.item[rows].tolist() == sorted(set(data.item[mine][own[mine]].tolist()))
+        assert ((rows >= held.offset[c]) & (rows < held.offset[c + 1])).all()
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

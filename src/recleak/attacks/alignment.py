@@ -23,7 +23,7 @@ Axis letters: C clients, N rows of all clients, K rows of the largest client, F 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import expm1, log1p
 
 import numpy as np
@@ -89,28 +89,23 @@ class GradientAlignment(FromUploads):
         copies = (-(-self.shadow_rows // size.clamp(min=1))).clamp(max=_MOST)  # i64[C]
         owner = torch.repeat_interleave(torch.arange(update.n_clients), copies)  # i64[S]
         copy = torch.arange(len(owner)) - torch.repeat_interleave(copies.cumsum(0) - copies, copies)
+        name = copy * knowledge.n_users + update.client[owner]  # one of its own for each shadow
+        order = name.argsort()
+        name, owner = name[order], owner[order]
         each = update.select(owner)
-        rows = torch.repeat_interleave(update.offset[owner], size[owner]) + (
-            torch.arange(len(each.item)) - each.offset[:-1][each.owner]
-        )
-        truth = label[rows]
-        client = (update.client[owner] * self.shadow_rows + copy).numpy()  # a name of its own for each shadow
+        start = torch.repeat_interleave(update.offset[owner] - each.offset[:-1], size[owner])
+        truth = label[start + torch.arange(len(each.item))]
         seed = int(random.bits(self.seed, "rehearsal", rehearsal) >> np.uint64(1))
-        data = _with_repeats(knowledge, client, each, truth, seed)
-        moved = train_shadows(knowledge, received, data, round, seed, defense=without_data_hooks(knowledge.defense))
+        data = _with_repeats(knowledge, name.numpy(), each, truth, seed)
+        tables = {part.name for part in knowledge.components if part.storage == "per_user"}
+        known = {part: torch.cat([value] * _MOST) if part in tables else value for part, value in received.items()}
+        moved = train_shadows(knowledge, known, data, round, seed, defense=without_data_hooks(knowledge.defense))
+        rows = moved.rows
         if len(moved.item) != len(each.item):  # a defense sends rows that the client never touched
-            place = torch.searchsorted(
-                moved.owner * knowledge.n_items + moved.item, each.owner * knowledge.n_items + each.item
-            )
-            moved = Update(
-                moved.client,
-                moved.values,
-                {name: rows[place] for name, rows in moved.rows.items()},
-                each.item,
-                each.offset,
-                moved.n_items,
-            )
-        return moved, owner, truth
+            sent, touched = (u.owner * knowledge.n_items + u.item for u in (moved, each))
+            place = torch.searchsorted(sent, touched)
+            rows = {part: value[place] for part, value in rows.items()}
+        return replace(each, values=moved.values, rows=rows), owner, truth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +121,16 @@ class AlignmentOfSums(FromSums):
         union = min(int(update.offset[1]), n_items - 1) / n_items
         touched = n_items * -expm1(log1p(-union) / clients)
         expected = expected_positives(knowledge, torch.tensor([touched]))  # f32[1]
+        distinct = -n_items * torch.expm1(clients * torch.log1p(-expected / n_items))  # own items of anybody
         one = update.select(torch.zeros(1, dtype=torch.int64))
-        return aligned(knowledge, received, one, expected * clients).repeat(clients), expected.repeat(clients)
+        odds = aligned(knowledge, received, one, distinct.clamp(max=0.5 * len(one.item)))
+        return odds.repeat(clients), expected.repeat(clients)
 
 
 def _with_repeats(knowledge: Knowledge, client: NDArray[np.int64], each: Update, label: Tensor, seed: int) -> LocalData:
     """The rows as examples; a negative occurs as often as if q per own item had been drawn with replacement."""
-    negatives = 0 if knowledge.training is None else knowledge.training.negatives
+    training = knowledge.training
+    negatives = 0 if training is None else training.negatives
     owner, item, positive = each.owner.numpy(), each.item.numpy(), label.numpy()
     clients = len(client)
     own = np.bincount(owner[positive], minlength=clients)
@@ -142,7 +140,15 @@ def _with_repeats(knowledge: Knowledge, client: NDArray[np.int64], each: Update,
     number = np.arange(len(again)) - np.repeat(np.cumsum(missing) - missing, missing)
     lot = random.uniform(seed, "repeats", client[again], number)
     place = (np.cumsum(other) - other)[again] + (lot * other[again]).astype(np.int64).clip(0, other[again] - 1)
-    row = np.concatenate([np.arange(len(item)), np.flatnonzero(~positive)[place]])
+    drawn = np.concatenate([np.flatnonzero(~positive), np.flatnonzero(~positive)[place]])
+    if training is not None and training.loss == "bpr":  # each negative against an own item, in turn
+        row = drawn[np.argsort(owner[drawn], kind="stable")]
+        count = np.bincount(owner[row], minlength=clients)
+        turn = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        better = np.flatnonzero(positive)[(np.cumsum(own) - own)[owner[row]] + turn % own[owner[row]]]
+        offset = np.concatenate([[0], np.cumsum(count)])
+        return LocalData(client, item[better], np.ones(len(row), np.float32), item[row], offset, each.n_items)
+    row = np.concatenate([np.flatnonzero(positive), drawn])
     row = row[np.argsort(owner[row], kind="stable")]
     offset = np.concatenate([[0], np.cumsum(np.bincount(owner[row], minlength=clients))])
     return LocalData(client, item[row], positive[row].astype(np.float32), None, offset, each.n_items)
@@ -267,7 +273,10 @@ def _projections(
     gradient = _flat(each)  # f32[N, d]
     moved = _flat(update.rows)
     length = gradient.norm(dim=1)
-    flat = _mean(length, update) <= _TINY  # a product with the client's vector, which is zero here
+    mean = _mean(length, update)
+    flat = (
+        _mean(gradient, update).norm(dim=1) >= 0.999 * mean
+    )  # all the same: the client's vector, or zero in its place
     along = (moved * gradient).sum(1) / length.clamp(min=_TINY)
     if bool(flat.any()):
         line = _principal(moved, update, expected)
@@ -281,9 +290,8 @@ def _principal(moved: Tensor, update: Update, expected: Tensor) -> Tensor:
     scatter = torch.stack([rows.T @ rows for rows in each])  # f64[C, d, d]
     line = torch.linalg.eigh(scatter).eigenvectors[:, :, -1].float()
     along = (moved * line[update.owner]).sum(1)
-    _, _, one = _split(along, update, expected)
-    _, _, other = _split(-along, update, expected)
-    return torch.where((one >= other).unsqueeze(1), line, -line)
+    up, down = ((_sum((sign * along > 0).float(), update) - expected).abs() for sign in (1, -1))  # f32[C] each
+    return torch.where((up <= down).unsqueeze(1), line, -line)
 
 
 def _split(score: Tensor, update: Update, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:

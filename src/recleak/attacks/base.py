@@ -56,7 +56,7 @@ def _described(part: Component) -> str:
 
 @dataclass(frozen=True, eq=False)
 class WhichItems:
-    """Is this item one of the client's own? The answer is f32[n], the probability in the adversary's eyes.
+    """Is this item one of the client's own? The answer is the probability in the adversary's eyes, f64[n].
 
     A probability of exactly 0 says that nothing was seen of the pair. Who grades lets the adversary claim as many items
     of a client as its probabilities add up to, the most probable ones first.

@@ -28,6 +28,8 @@ from recleak.wire import Aggregate, Aggregator, AggregatorMessage, Broadcast, Se
 
 Participation = Literal["first", "last", "all"]
 SURE = 8.0  # log odds of what an attack claims without a doubt; a little more or less orders its claims
+_LINEAR = 12.0  # odds far above count by their logarithm
+_LEAST = 1e-30  # the probability of a pair that was seen; 0 is for those that were not
 _STARTS = 3  # of k-means; the one with the lowest SSE counts
 _RECEIVED = "received/"  # before the names of the broadcast's components in the state
 
@@ -101,7 +103,7 @@ class Evidence:
         asked = question.client * knowledge.n_items + question.item
         place = torch.searchsorted(state["pair"], asked)
         seen = torch.cat([state["pair"], torch.tensor([-1])])[place] == asked
-        return torch.where(seen, torch.cat([chance, torch.zeros(1)])[place], 0.0)
+        return torch.where(seen, torch.cat([chance, chance.new_zeros(1)])[place], 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,8 @@ class FromSums(Evidence):
         if not isinstance(message, Aggregate):
             return state
         tables = [part.name for part in knowledge.components if part.storage == "per_item" and part.shared]
-        moved = torch.stack([message.total[name].flatten(1).abs().amax(1) for name in tables]).amax(0)  # f32[I]
+        sizes = [message.total[name].unsqueeze(-1).flatten(1).abs().amax(1) for name in tables]
+        moved = torch.stack(sizes).amax(0)  # f32[I]
         item = moved.nonzero().squeeze(1)
         clients = len(message.client)
         update = Update(
@@ -143,7 +146,7 @@ class FromSums(Evidence):
                 for part in knowledge.components
                 if part.storage == "dense" and part.shared
             },
-            {name: (message.total[name][item] / message.weight).repeat(clients, 1) for name in tables},
+            {name: torch.cat([message.total[name][item] / message.weight] * clients) for name in tables},
             item.repeat(clients),
             torch.arange(clients + 1) * len(item),
             knowledge.n_items,
@@ -166,17 +169,19 @@ def _without(state: State, client: Tensor, n_items: int) -> State:
 
 
 def calibrated(odds: Tensor, owner: Tensor, expected: Tensor) -> Tensor:
-    """Probabilities sigmoid(odds + shift), one shift for each client such that they add up to `expected`, f32[n]."""
-    clients = len(expected)
-    count = torch.zeros(clients, dtype=torch.float64).index_add_(0, owner, torch.ones(len(owner), dtype=torch.float64))
+    """Probabilities sigmoid(odds + shift), one shift for each client such that they add up to `expected`, f64[n].
+
+    Large odds count by their logarithm, so that their order is not lost where the sigmoid is 1 in floating point.
+    """
+    clients, wide = len(expected), _LINEAR * torch.asinh(odds.double() / _LINEAR)
+    count = torch.zeros(clients, dtype=torch.float64).index_add_(0, owner, torch.ones_like(wide))
     target = torch.minimum(expected.double(), count)
-    low, high = torch.full((clients,), -200.0, dtype=torch.float64), torch.full((clients,), 200.0, dtype=torch.float64)
-    wide = odds.double().clamp(-80, 80)
-    for _ in range(50):  # bisection: 400 / 2^50 is below the resolution of float32
+    low, high = torch.full_like(target, -200.0), torch.full_like(target, 200.0)
+    for _ in range(50):  # bisection
         shift = (low + high) / 2
-        total = torch.zeros(clients, dtype=torch.float64).index_add_(0, owner, torch.sigmoid(wide + shift[owner]))
+        total = torch.zeros_like(target).index_add_(0, owner, torch.sigmoid(wide + shift[owner]))
         low, high = torch.where(total < target, shift, low), torch.where(total < target, high, shift)
-    return torch.sigmoid(wide + ((low + high) / 2)[owner]).float()
+    return torch.sigmoid(wide + ((low + high) / 2)[owner]).clamp(min=_LEAST)
 
 
 def expected_positives(knowledge: Knowledge, touched: Tensor) -> Tensor:
@@ -185,15 +190,21 @@ def expected_positives(knowledge: Knowledge, touched: Tensor) -> Tensor:
     With p own items out of I and q negatives for each, drawn independently from the others, a client touches
     p + (I - p) (1 - (1 - 1 / (I - p))^(q p)) different items on average: a negative may be drawn twice, so the share is
     more than 1 / (1 + q) for clients with many items. Solved for p by bisection. A client that sends every row of the
-    table hides how many it touched: nothing can be solved there, and it gets the share 1 / (1 + q) of nothing known.
+    table hides how many it touched: it is taken for an average one if the items' popularity is public, else p is the
+    share 1 / (1 + q) of all.
     """
     q, n_items = _negatives(knowledge), knowledge.n_items
+    usual = n_items / (1 + q)
+    if "popularity" in knowledge.public:
+        usual = min(usual, float(knowledge.public["popularity"].sum()) / knowledge.n_users)
 
     def touches(p: float) -> float:
         rest = max(n_items - p, 1.0 + 1e-9)
         return p - rest * expm1(q * p * log1p(-1 / rest))
 
     def solve(n: float) -> float:
+        if n >= n_items:
+            return usual
         low, high = 0.0, n
         for _ in range(50):
             middle = (low + high) / 2
@@ -303,7 +314,7 @@ class KMeans(FromUploads):
         claimed = np.zeros(len(vectors), bool)
         for client, low, high in zip(update.client.tolist(), *_bounds(update), strict=True):
             mine = vectors[low:high]
-            if len(mine) < 2:
+            if len(mine) < 2 or not np.ptp(mine, axis=0).any():
                 claimed[low:high] = True
                 continue
             generator = np.random.default_rng(int(random.bits(self.seed, "k-means", round, client)))

@@ -67,6 +67,11 @@ class ShadowClients(FromUploads):
 
     def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
         """Rows confirmed as positive early, and near, come first; those confirmed as negative early come last."""
+        if knowledge.training is not None and knowledge.training.loss != "bce":
+            raise ConfigError(
+                f"IMIA's shadow clients learn labels of single items, got clients that train with "
+                f"{knowledge.training.loss!r}.\n  Use GradientAlignment, which reads pairwise losses too."
+            )
         size = update.offset.diff()  # i64[C]
         target = whole(assumed_positives(knowledge, size, self.share)).minimum(size)
         step = whole(self.gamma * size)  # rows confirmed at a time

@@ -65,7 +65,7 @@ from recleak.training.local import Examples, LocalData
 from recleak.training.optimizers import Adam
 from recleak.wire import Aggregator, Broadcast, Message, Server, Upload
 
-VERSION = 1
+VERSION = 2
 ROUNDS = 200
 _STEP = 20  # rounds between two looks at the embeddings (Figure 2)
 _GROUPS = 20  # of users, by their number of interactions (Figures 3 and 5)

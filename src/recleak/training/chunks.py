@@ -44,7 +44,9 @@ def train_in_chunks(
     size = max(1, min(chunk, -(-len(order) // width)))
     places = [order[start : start + size] for start in range(0, len(order), size)]
     if len(places) > 1 and size * width >= len(order):
-        places = [order[start::width] for start in range(width)]  # one each: long and short ones for all
+        places = [
+            order[start::width] for start in range(min(width, len(order)))
+        ]  # one each: long and short ones for all
 
     def work(place: NDArray[np.int64]) -> Trained:
         return train(task, received, kept.select(torch.from_numpy(place)), data.select(place), round)

@@ -1,0 +1,189 @@
+"""The audit: claims, truth and grades, on cases worked out by hand and against plain loops."""
+
+from __future__ import annotations
+
+from math import floor
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recleak.attacks.base import WhichItems
+from recleak.audit import claimed_interactions, claims, grade_items, own_items, pairs_seen, truth_of
+from recleak.data.interactions import Interactions
+
+TRAIN = Interactions.build(pl.DataFrame({"user": [0, 0, 1, 1, 3, 3, 3, 2], "item": [4, 1, 1, 0, 2, 3, 2, 5]}))
+PAIRS = {(0, 1), (0, 4), (1, 0), (1, 1), (2, 5), (3, 2), (3, 3)}
+
+
+def question(*pairs: tuple[int, int]) -> WhichItems:
+    client, item = torch.tensor(pairs).unbind(1)
+    return WhichItems(client, item)
+
+
+def asked(users: int, items: int) -> WhichItems:
+    return WhichItems(*torch.cartesian_prod(torch.arange(users), torch.arange(items)).unbind(1))
+
+
+# --- truth ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_truth_is_what_was_trained_on() -> None:
+    every = asked(4, 6)
+    pairs = zip(every.client.tolist(), every.item.tolist(), strict=True)
+    assert truth_of(every, TRAIN).tolist() == [pair in PAIRS for pair in pairs]
+    assert truth_of(question((3, 2), (0, 0), (3, 2), (1, 4)), TRAIN).tolist() == [True, False, True, False]
+
+
+def test_own_items_are_the_truth_as_pairs() -> None:
+    assert {(int(client), int(item)) for client, item in own_items(TRAIN)} == PAIRS
+    assert len(own_items(TRAIN)) == len(PAIRS)
+    assert own_items(TRAIN).dtype == torch.int64
+
+
+def test_pairs_seen() -> None:
+    pairs = [(0, 3), (0, 99), (7, 0), (12, 41)]
+    seen = pairs_seen({"pair": torch.tensor([client * 100 + item for client, item in pairs])}, 100)
+    assert list(zip(seen.client.tolist(), seen.item.tolist(), strict=True)) == pairs
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0])), min_size=1, max_size=40),
+    st.integers(0, 9),
+)
+def test_claims_are_as_many_as_probabilities_add_up_to(answers: list[tuple[int, float]], seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(len(answers))
+    user = np.array([answers[k][0] for k in order]) * 5 - 3
+    chance = np.array([answers[k][1] for k in order])
+    claim = claims(chance, user)
+    for each in np.unique(user):
+        mine, claimed = chance[user == each], claim[user == each]
+        count = min(floor(float(mine.sum()) + 0.5), int((mine > 0).sum()))
+        assert claimed.sum() == count
+        assert sorted(mine[claimed].tolist(), reverse=True) == sorted(mine.tolist(), reverse=True)[:count]
+
+
+def test_claims_by_hand() -> None:
+    user = np.array([2, 1, 2, 1, 2, 1, 9, 9])
+    chance = np.array([0.6, 0.2, 0.9, 0.2, 0.1, 0.0, 0.0, 0.0])
+    assert claims(chance, user).tolist() == [True, False, True, False, False, False, False, False]
+    chance[1] = 0.3  # 0.5 of user 1 is rounded up
+    assert claims(chance, user).tolist() == [True, True, True, False, False, False, False, False]
+    assert claims(np.array([1.0, 0.0, 0.999]), np.array([0, 0, 0])).tolist() == [True, False, True]
+
+
+def test_claims_as_interactions() -> None:
+    ask = question((3, 5), (0, 4), (0, 2), (3, 0), (1, 1), (3, 2))
+    answer = torch.tensor([0.9, 0.2, 0.8, 0.95, 0.1, 0.1])
+    found = claimed_interactions(ask, answer, TRAIN)
+    assert list(zip(found.user.tolist(), found.item.tolist(), strict=True)) in (
+        [(0, 2), (3, 5), (3, 0)],
+        [(0, 2), (3, 0), (3, 5)],
+    )
+    assert (found.n_users, found.n_items) == (TRAIN.n_users, TRAIN.n_items)
+    assert found.activity.tolist() == [1, 0, 0, 2]
+    truth = truth_of(ask, TRAIN)
+    kept = claimed_interactions(ask, torch.from_numpy(truth.astype(np.float32)), TRAIN)
+    assert truth_of(ask, kept).tolist() == truth.tolist()
+
+
+# --- grades -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_perfect_answer() -> None:
+    every = asked(4, 6)
+    truth = truth_of(every, TRAIN)
+    found = grade_items(every, torch.from_numpy(truth).float(), truth)
+    for metric in (found.f1, found.auc, found.exposed):
+        assert metric.user.tolist() == [0, 1, 2, 3]
+        assert metric.value.tolist() == [1, 1, 1, 1]
+        assert metric.left_out == 0
+    assert (found.pooled_auc, found.advantage) == (1, 1)
+    assert found.tpr == {"1%": None, "0.1%": None}  # 17 negatives tell nothing of one in a hundred
+
+
+def test_an_answer_that_is_wrong_throughout() -> None:
+    every = asked(4, 6)
+    truth = truth_of(every, TRAIN)
+    found = grade_items(every, torch.from_numpy(~truth).float(), truth)
+    assert (found.f1.value == 0).all()
+    assert (found.auc.value == 0).all()
+    assert (found.exposed.value == 0).all()
+    assert (found.pooled_auc, found.advantage) == (0, 0)
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.4, 1.0])
+def test_an_answer_that_tells_nothing_apart(constant: float) -> None:
+    every = asked(4, 6)
+    truth = truth_of(every, TRAIN)
+    found = grade_items(every, torch.full((24,), constant), truth)
+    assert (found.auc.value == 0.5).all()
+    assert (found.exposed.value == 0).all()
+    assert (found.pooled_auc, found.advantage) == (0.5, 0)
+    own = truth.reshape(4, 6)
+    claimed = np.zeros((4, 6), bool)
+    claimed[:, : {0.0: 0, 0.4: 2, 1.0: 6}[constant]] = True  # 0.4 of 6 is 2.4; the first of equal ones
+    assert found.f1.value.tolist() == [
+        2 * (mine & true).sum() / (mine.sum() + true.sum()) for mine, true in zip(claimed, own, strict=True)
+    ]
+
+
+def test_grades_by_hand() -> None:
+    ask = question((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (2, 0))
+    truth = np.array([True, True, False, False, True, False, False, False])
+    found = grade_items(ask, torch.tensor([0.9, 0.5, 0.5, 0.1, 0.1, 0.7, 0.2, 0.2]), truth)
+    # User 0 claims two: items 0 and 1. User 1 claims one: item 1. User 2 claims none and has none.
+    assert found.f1.user.tolist() == [0, 1]
+    assert found.f1.value.tolist() == [1, 0]
+    assert found.f1.left_out == 1
+    assert found.auc.value.tolist() == [0.875, 0]  # 3.5 of 4 pairs; 0 of 2
+    assert found.auc.left_out == 1
+    assert found.exposed.value.tolist() == [0.5, 0]  # above 0.7, the highest of all negatives
+    assert found.pooled_auc == pytest.approx((5 + 3.5 + 0.5) / 15)
+    assert found.advantage == pytest.approx(1 / 3)  # from 0.9 on: one of three, and none of five
+
+
+def test_an_answer_of_another_shape_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"shape \(3,\), expected \(2,\)"):
+        grade_items(question((0, 0), (0, 1)), torch.ones(3), np.array([True, False]))
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 450), st.integers(1, 60), st.integers(0, 99), st.booleans())
+def test_one_in_a_hundred_negatives_is_exposed_at_most(n_false: int, n_true: int, seed: int, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+    n = n_false + n_true
+    truth = rng.permutation(n) < n_true
+    score = rng.integers(0, 30, n) / 30 if ties else rng.random(n)
+    user = rng.integers(0, 4, n)
+    ask = WhichItems(torch.from_numpy(user), torch.arange(n))
+    found = grade_items(ask, torch.from_numpy(score), truth)
+    # The lowest threshold at which no more than one in a hundred negatives is claimed, of all users together.
+    limits = [limit for limit in np.unique(score[~truth]) if (score[~truth] > limit).sum() * 100 <= n_false]
+    above = score > min(limits)
+    assert (above & ~truth).sum() * 100 <= n_false
+    for each, value in zip(found.exposed.user, found.exposed.value, strict=True):
+        mine = truth & (user == each)
+        assert value == pytest.approx((above & mine).sum() / mine.sum())
+    assert set(found.exposed.user.tolist()) == set(user[truth].tolist())
+
+
+def test_what_is_exposed_is_what_the_curve_says() -> None:
+    """With enough negatives, the mean over users of equal size is the true positive rate at one in a hundred."""
+    rng, users, each = np.random.default_rng(0), 5, 1000
+    truth = np.tile(np.arange(each) < 200, users)
+    score: Tensor = torch.from_numpy(rng.normal(truth * 1.5))
+    ask = WhichItems(torch.arange(users).repeat_interleave(each), torch.arange(each).repeat(users))
+    found = grade_items(ask, score, truth)
+    assert found.tpr["1%"] is not None
+    assert found.exposed.value.mean() == pytest.approx(found.tpr["1%"])
+    assert found.tpr["0.1%"] is None
+    assert 0.1 < found.exposed.value.mean() < 0.5
