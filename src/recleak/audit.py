@@ -33,7 +33,8 @@ class GradedItems:
 
 def pairs_seen(state: dict[str, Tensor], n_items: int) -> WhichItems:
     """The question about all pairs that an attack on uploads has evidence on (`attacks.membership.FromUploads`)."""
-    return WhichItems(state["pair"] // n_items, state["pair"] % n_items)
+    pair: Tensor = torch.unique(state["pair"])
+    return WhichItems(pair // n_items, pair % n_items)
 
 
 def truth_of(question: WhichItems, train: Interactions) -> NDArray[np.bool_]:

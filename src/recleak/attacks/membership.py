@@ -60,11 +60,10 @@ class Evidence:
     def init(self, knowledge: Knowledge) -> State:
         """No evidence yet."""
         return {
-            "client": torch.empty(0, dtype=torch.int64),  # i64[A], ascending: those attacked so far
-            "expected": torch.empty(0),  # f32[A]: how many own items among their rows, the sum over rounds
-            "rounds": torch.empty(0),  # f32[A]: how many rounds were read
-            "pair": torch.empty(0, dtype=torch.int64),  # i64[n], ascending: client * I + item
-            "odds": torch.empty(0),  # f32[n]: the sum over rounds
+            "client": torch.empty(0, dtype=torch.int64),  # i64[A]: those attacked so far, once for every round
+            "expected": torch.empty(0),  # f32[A]: how many own items there are among their rows
+            "pair": torch.empty(0, dtype=torch.int64),  # i64[n]: client * I + item, once for every round
+            "odds": torch.empty(0),  # f32[n]
         }
 
     def _remember(self, state: State, broadcast: Broadcast) -> State:
@@ -83,26 +82,24 @@ class Evidence:
         old = dict(state)
         if self.participation == "last":
             old |= _without(state, update.client, knowledge.n_items)
-        pair = update.client[update.owner] * knowledge.n_items + update.item
-        both, place = torch.unique(torch.cat([old["pair"], pair]), return_inverse=True)
-        clients, who = torch.unique(torch.cat([old["client"], update.client]), return_inverse=True)
-        count = torch.cat([old["rounds"], torch.ones(update.n_clients)])
-        return {
-            **old,
-            "client": clients,
-            "expected": _sums(torch.cat([old["expected"], expected]), who, len(clients)),
-            "rounds": _sums(count, who, len(clients)),
-            "pair": both,
-            "odds": _sums(torch.cat([old["odds"], odds]), place, len(both)),
+        new = {
+            "client": update.client,
+            "expected": expected,
+            "pair": update.client[update.owner] * knowledge.n_items + update.item,
+            "odds": odds,
         }
+        return {**old, **{name: torch.cat([old[name], value]) for name, value in new.items()}}
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         """Probabilities that add up, client by client, to the expected number of own items; 0 for what was not seen."""
-        owner = torch.searchsorted(state["client"], state["pair"] // knowledge.n_items)
-        chance = calibrated(state["odds"], owner, state["expected"] / state["rounds"])
+        client, who = torch.unique(state["client"], return_inverse=True)
+        expected = _sums(state["expected"], who, len(client)) / _sums(torch.ones_like(who), who, len(client))
+        pair, which = torch.unique(state["pair"], return_inverse=True)
+        odds = _sums(state["odds"], which, len(pair))  # independent evidence of several rounds adds up
+        chance = calibrated(odds, torch.searchsorted(client, pair // knowledge.n_items), expected)
         asked = question.client * knowledge.n_items + question.item
-        place = torch.searchsorted(state["pair"], asked)
-        seen = torch.cat([state["pair"], torch.tensor([-1])])[place] == asked
+        place = torch.searchsorted(pair, asked)
+        seen = torch.cat([pair, torch.tensor([-1])])[place] == asked
         return torch.where(seen, torch.cat([chance, chance.new_zeros(1)])[place], 0.0)
 
 
@@ -155,7 +152,7 @@ class FromSums(Evidence):
 
 
 def _sums(values: Tensor, place: Tensor, size: int) -> Tensor:
-    return torch.zeros(size).index_add_(0, place, values)
+    return torch.zeros(size).index_add_(0, place, values.float())
 
 
 def _without(state: State, client: Tensor, n_items: int) -> State:
@@ -163,7 +160,7 @@ def _without(state: State, client: Tensor, n_items: int) -> State:
     stays = torch.isin(state["client"], client).logical_not()
     pairs = torch.isin(state["pair"] // n_items, client).logical_not()
     return {
-        **{name: state[name][stays] for name in ("client", "expected", "rounds")},
+        **{name: state[name][stays] for name in ("client", "expected")},
         **{name: state[name][pairs] for name in ("pair", "odds")},
     }
 
