@@ -1,4 +1,4 @@
-"""Which items are a client's own? Three readers of the same uploads, under no defense, noise and a regularizer.
+"""Which items are a client's own? Four readers of the same uploads, under no defense, noise and a regularizer.
 
     python examples/membership.py
 

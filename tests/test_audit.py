@@ -63,7 +63,7 @@ def test_claims_are_as_many_as_probabilities_add_up_to(answers: list[tuple[int, 
     order = np.random.default_rng(seed).permutation(len(answers))
     user = np.array([answers[k][0] for k in order]) * 5 - 3
     chance = np.array([answers[k][1] for k in order])
-    claim = claims(chance, user)
+    claim = claims(WhichItems(torch.from_numpy(user), torch.arange(len(user))), chance)
     for each in np.unique(user):
         mine, claimed = chance[user == each], claim[user == each]
         count = min(floor(float(mine.sum()) + 0.5), int((mine > 0).sum()))
@@ -72,12 +72,23 @@ def test_claims_are_as_many_as_probabilities_add_up_to(answers: list[tuple[int, 
 
 
 def test_claims_by_hand() -> None:
-    user = np.array([2, 1, 2, 1, 2, 1, 9, 9])
+    ask = WhichItems(torch.tensor([2, 1, 2, 1, 2, 1, 9, 9]), torch.arange(8))
     chance = np.array([0.6, 0.2, 0.9, 0.2, 0.1, 0.0, 0.0, 0.0])
-    assert claims(chance, user).tolist() == [True, False, True, False, False, False, False, False]
+    assert claims(ask, chance).tolist() == [True, False, True, False, False, False, False, False]
     chance[1] = 0.3  # 0.5 of user 1 is rounded up
-    assert claims(chance, user).tolist() == [True, True, True, False, False, False, False, False]
-    assert claims(np.array([1.0, 0.0, 0.999]), np.array([0, 0, 0])).tolist() == [True, False, True]
+    assert claims(ask, chance).tolist() == [True, True, True, False, False, False, False, False]
+    one = WhichItems(torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    assert claims(one, np.array([1.0, 0.0, 0.999])).tolist() == [True, False, True]
+
+
+def test_a_constant_answer_gets_what_chance_gets() -> None:
+    """Own items have the lowest numbers; who breaks ties by number finds them."""
+    users, items, own = 400, 100, 20
+    every = asked(users, items)
+    truth = (every.item < own).numpy()
+    found = grade_items(every, torch.full((users * items,), own / items), truth).f1.value
+    assert abs(found.mean() - own / items) < 4 * found.std() / users**0.5
+    assert found.std() > 0
 
 
 def test_claims_as_interactions() -> None:
@@ -129,8 +140,8 @@ def test_an_answer_that_tells_nothing_apart(constant: float) -> None:
     assert (found.exposed.value == 0).all()
     assert (found.pooled_auc, found.advantage) == (0.5, 0)
     own = truth.reshape(4, 6)
-    claimed = np.zeros((4, 6), bool)
-    claimed[:, : {0.0: 0, 0.4: 2, 1.0: 6}[constant]] = True  # 0.4 of 6 is 2.4; the first of equal ones
+    claimed = claims(every, np.full(24, constant)).reshape(4, 6)
+    assert (claimed.sum(1) == {0.0: 0, 0.4: 2, 1.0: 6}[constant]).all()  # 0.4 of 6 is 2.4
     assert found.f1.value.tolist() == [
         2 * (mine & true).sum() / (mine.sum() + true.sum()) for mine, true in zip(claimed, own, strict=True)
     ]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from recleak.defenses import clipping
-from recleak.defenses.base import HOOKS, Chain, Defense, check, hooks
+from recleak.defenses.base import HOOKS, Chain, Defense, check, hooks, without_data_hooks
 from recleak.defenses.clipping import ClipByNorm
+from recleak.defenses.labels import FakeItems, RandomizedLabels
 from recleak.defenses.noise import GaussianNoise, LaplaceNoise
 from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share, ShareLess
@@ -59,6 +60,26 @@ class TestClipRow(DefenseContract):
     neutral = ClipByNorm(1e30, per="row")
     norm_bound = 0.5
     norm_per = "row"
+
+
+class TestClipUnit(DefenseContract):
+    defense = ClipByNorm(0.5, per="unit")
+    neutral = ClipByNorm(1e30, per="unit")
+    components = (
+        *EXAMPLE_COMPONENTS,
+        Component("head.2.weight", "dense", "head", (3, 4, 2), layer=2),
+        Component("head.2.bias", "dense", "head", (5,), layer=2),
+        Component("vector", "dense", "head", (5,), layer=3),
+    )
+    norm_bound = 0.5
+
+    def _assert_bounded(self, result: Update) -> None:
+        for name, tensor in {**result.values, **result.rows}.items():
+            squared = tensor.double().square()
+            if not name.endswith("bias"):
+                squared = squared.sum((1, 2) if name == "head.2.weight" else 1)
+            norm = squared.sqrt()
+            assert (norm <= 0.5).all(), f"{name}: norm {float(norm.max())}"
 
 
 class TestClipSomeComponents(DefenseContract):
@@ -222,6 +243,18 @@ def clip_in_place(update: Update, streams: Streams) -> Update:
     return replace(clipped, values=update.values)
 
 
+def clip_inputs(update: Update, streams: Streams) -> Update:
+    """Takes weights for [outputs, inputs]."""
+
+    def turn(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+        return tensor if owner is not None or tensor.dim() < 3 else tensor.movedim(-1, 1)
+
+    def back(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+        return tensor if owner is not None or tensor.dim() < 3 else tensor.movedim(1, -1)
+
+    return ClipByNorm(0.5, per="unit").upload(update.map(turn), streams).map(back)
+
+
 class ShareUsers(ClipByNorm):
     def sharing(self, components: tuple[Component, ...]) -> tuple[Component, ...]:
         return tuple(replace(part, shared=True) for part in components)
@@ -252,6 +285,12 @@ MUTANTS: dict[str, tuple[type[DefenseContract], str, Defense]] = {
     "clipping by the cohort": (CLIP, "batch_row_equals_device_alone", Edited(clip_by_cohort)),
     "clipping divides by zero": (CLIP, "zero_update", Edited(clip_with_division_by_zero)),
     "clipping in place": (CLIP, "input_is_not_changed", Edited(clip_in_place)),
+    "clipping units skips the 0-d parameter": (
+        TestClipUnit,
+        "bound_holds_for_each_component_alone",
+        skipping(ClipByNorm(0.5, per="unit"), "bias"),
+    ),
+    "clipping units by inputs": (TestClipUnit, "norm_is_at_most_the_bound", Edited(clip_inputs)),
     "clipping and noise": (CLIP, "zero_update", Chain((GaussianNoise(1e-4), ClipByNorm(0.5)))),
     "user parameters sent": (CLIP, "user_parameters_stay_unless_shared", ShareUsers(0.5)),
     "noise removed": (NOISE, "noise_has_its_law_and_scale", Defense()),
@@ -295,7 +334,7 @@ def test_contract_refuses_a_broken_defense(name: str) -> None:
     assert f"test_{noticed_by}" in failures(with_defense(contract, mutant))
 
 
-@pytest.mark.parametrize("contract", [CLIP, NOISE, TestGaussianNoiseEverywhere])
+@pytest.mark.parametrize("contract", [CLIP, TestClipUnit, NOISE, TestGaussianNoiseEverywhere])
 def test_contract_accepts_the_original(contract: type[DefenseContract]) -> None:
     assert failures(with_defense(contract, contract.defense)) == []
 
@@ -341,6 +380,65 @@ def test_clipping_rows_one_by_one() -> None:
     torch.testing.assert_close(clipped.rows["item_bias"], update.rows["item_bias"].clamp(-0.7, 0.7))
 
 
+def shrunk(part: Tensor, bound: float) -> Tensor:
+    """One unit, as its norm says."""
+    return part * min(1.0, bound / float(part.double().norm()))
+
+
+def test_clipping_units_one_by_one() -> None:
+    update = example_update(40, components=TestClipUnit.components)
+    clipped = ClipByNorm(0.7, per="unit").upload(update, streams(update))
+    for name in ("user", "vector"):  # a client's own row: one norm, as for any vector that is no bias
+        torch.testing.assert_close(clipped.values[name], torch.stack([shrunk(x, 0.7) for x in update.values[name]]))
+    for name in ("weight", "head.2.weight"):
+        expected = update.values[name].clone()
+        for client in expected:
+            for output in range(expected.shape[-1]):
+                client[..., output] = shrunk(client[..., output].clone(), 0.7)
+        assert not torch.equal(expected, update.values[name])
+        torch.testing.assert_close(clipped.values[name], expected)
+    for name in ("bias", "head.2.bias"):
+        torch.testing.assert_close(clipped.values[name], update.values[name].clamp(-0.7, 0.7))
+    by_row = ClipByNorm(0.7, per="row").upload(update, streams(update))
+    for name in ("item", "item_bias"):
+        assert torch.equal(clipped.rows[name], by_row.rows[name])
+    assert_same(ClipByNorm(0.7, per="unit").upload(clipped, streams(update)), clipped, "clipping twice")
+
+
+def test_units_within_the_bound_stay_as_they_are() -> None:
+    """Next to units that are scaled, bit for bit."""
+    update = example_update(40, components=TestClipUnit.components)
+    sent = ClipByNorm(1.5, per="unit").upload(update, streams(update)).values
+    for name, norm in (
+        ("weight", update.values["weight"].double().norm(dim=1, keepdim=True)),
+        ("head.2.bias", update.values["head.2.bias"].double().abs()),
+        ("user", update.values["user"].double().norm(dim=1, keepdim=True)),
+    ):
+        within = (norm <= 1.5).expand_as(sent[name])
+        assert within.any()
+        assert not within.all()
+        assert torch.equal(sent[name][within], update.values[name][within])
+
+
+@pytest.mark.parametrize("bound", [1e-20, 1e-3, 0.1, 1 / 3, 1e20])
+def test_clipped_units_never_exceed_the_bound_by_rounding(bound: float) -> None:
+    drawn = torch.from_numpy(np.random.default_rng(0).normal(size=(2000, 5, 3)).astype(np.float32))
+    for scale in (1.0, 1e3, 1e15):
+        values = {"weight": drawn * bound * scale, "head.1.bias": drawn[:, 0] * bound * scale}
+        update = replace(example_update(2000, max_rows=0), values=values, rows={})
+        sent = ClipByNorm(bound, per="unit").upload(update, streams(update)).values
+        assert sent["weight"].double().square().sum(1).sqrt().max() <= bound
+        assert sent["head.1.bias"].double().abs().max() <= bound
+
+
+@pytest.mark.parametrize("shape", [(1,), (7, 1), (9, 2), (64, 32), (33, 3, 5), (150_000, 1), (50_000, 3)], ids=str)
+def test_unit_norms_have_the_same_bits_in_a_batch_and_alone(shape: tuple[int, ...]) -> None:
+    values = torch.from_numpy(np.random.default_rng(0).normal(size=(6, *shape)).astype(np.float32))
+    together = clipping._squared_unit_norms("weight", values)
+    alone = torch.cat([clipping._squared_unit_norms("weight", each[None]) for each in values])
+    assert torch.equal(together, alone)
+
+
 def test_long_norms_have_the_same_bits_in_a_batch_and_alone() -> None:
     """torch splits a long sum over its threads if the result is one number."""
     values = torch.from_numpy(np.random.default_rng(0).normal(size=(20, 150_000)).astype(np.float32))
@@ -368,6 +466,12 @@ def test_what_is_not_finite_is_sent_as_zeros(wrong: float) -> None:
     rows = ClipByNorm(0.5, per="row").upload(update, streams(update))
     assert rows.values["bias"][2] == 0
     assert rows.rows["item"][rows.owner == 2].any()
+    update.values["weight"][3, 1, 0] = wrong
+    units = ClipByNorm(0.5, per="unit").upload(update, streams(update))
+    assert units.values["bias"][2] == 0
+    assert not units.values["weight"][3, :, 0].any()
+    assert units.values["weight"][3, :, 1].all()
+    assert units.norms().isfinite().all()
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("inf"), float("nan")])
@@ -377,7 +481,7 @@ def test_bound_must_be_positive_and_finite(bound: float) -> None:
 
 
 def test_options_are_listed() -> None:
-    with pytest.raises(ValueError, match=r"Got per='item', expected one of client, component, row\."):
+    with pytest.raises(ValueError, match=r"Got per='item', expected one of client, component, row, unit\."):
         ClipByNorm(1.0, per="item")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Got rows='some', expected one of touched, all\."):
         GaussianNoise(1.0, rows="some")  # type: ignore[arg-type]
@@ -439,6 +543,19 @@ def test_hooks_that_a_defense_uses() -> None:
     assert hooks(ShareLess()) == {"sharing"}
     assert hooks(Chain((ClipByNorm(1.0), Chain((ShareLess(), SecureAggregation()))))) == {"upload", "sharing"}
     assert hooks(Everything(1.0)) == set(HOOKS)
+
+
+def test_without_data_hooks_the_rest_is_one_flat_chain() -> None:
+    clip, noise, labels, fakes = ClipByNorm(1.0), GaussianNoise(1.0), RandomizedLabels(1.0), FakeItems(1.0)
+    nothing = (Defense(), Chain(), labels, Chain((labels, Chain((fakes, Defense(), Chain())))))
+    assert all(type(without_data_hooks(each)) is Defense for each in nothing)
+    one = (clip, Chain((clip,)), Chain((labels, Chain((Chain((fakes, clip)), Chain())))))
+    assert all(without_data_hooks(each) is clip for each in one)
+    nested = Chain((Chain((clip, labels)), fakes, Chain((Chain((labels, Chain((noise, ShareLess())))), clip))))
+    assert without_data_hooks(nested) == Chain((clip, noise, ShareLess(), clip))
+    for wrong in (Everything(1.0), Chain((clip, Chain((labels, Everything(1.0)))))):
+        with pytest.raises(ConfigError, match=r"^Everything\(mark=1\.0\) changes data and more"):
+            without_data_hooks(wrong)
 
 
 def test_names_are_checked_against_the_model() -> None:

@@ -282,6 +282,41 @@ def test_labels_must_be_yes_or_no() -> None:
         RandomizedLabels(1.0).data(data, streams_of(data))
 
 
+# --- what an adversary may know
+
+
+def test_defenses_tell_how_many_labels_are_wrong() -> None:
+    for nothing in (Defense(), Chain(), SignOnly(), FakeItems(0.0), RandomizedLabels(inf), Chain((SignOnly(),))):
+        assert (nothing.fakes, nothing.flips) == (0.0, 0.0)
+    assert (FakeItems(0.7).fakes, FakeItems(0.7).flips) == (0.7, 0.0)
+    assert RandomizedLabels(1.0).fakes == 0.0
+    assert RandomizedLabels(1.0).flips == pytest.approx(1 / (1 + exp(1.0)), rel=1e-15)
+    assert RandomizedLabels(800.0).flips == 0.0
+    assert not {"fakes", "flips"} & {*hooks(FakeItems(1.0)), *hooks(RandomizedLabels(1.0))}
+
+
+def test_a_chain_combines_what_its_parts_tell() -> None:
+    for part in (FakeItems(0.7), RandomizedLabels(0.3)):
+        chain = Chain((SignOnly(), Chain((part,))))
+        assert (chain.fakes, chain.flips) == (part.fakes, part.flips)
+    one, other = RandomizedLabels(0.3), RandomizedLabels(2.0)
+    chain = Chain((FakeItems(2.0), one, Chain((FakeItems(0.5), other)), FakeItems(1.0)))
+    assert chain.fakes == pytest.approx(3 * 1.5 * 2 - 1)
+    assert chain.flips == pytest.approx(one.flips * (1 - other.flips) + other.flips * (1 - one.flips))
+
+
+def test_a_chain_does_what_it_tells() -> None:
+    """Counted: the fakes of fakes, and labels that are flipped twice."""
+    data = replace(wide(50, 400, 1.0), n_items=4000)
+    for fakes in (Chain((FakeItems(0.5), FakeItems(1.0))), Chain((FakeItems(1.0), FakeItems(0.5)))):
+        got = fakes.data(data, streams_of(data))
+        assert ((got.count - data.count) == fakes.fakes * data.count).all()
+    flips = Chain((RandomizedLabels(0.5), RandomizedLabels(1.5)))
+    data = wide(300, 1000, 1.0)
+    flipped = int((flips.data(data, streams_of(data)).label == 0).sum())
+    assert stats.binomtest(flipped, 300_000, flips.flips).pvalue > 1e-3
+
+
 # --- in training
 
 

@@ -19,11 +19,12 @@ import pytest
 from recleak import cli, terminal
 from recleak.data.catalog import CATALOG
 from recleak.errors import ConfigError, NotFoundError, RecleakError
+from recleak.machine import kept_to, shares
 from recleak.papers import base
 from recleak.papers.base import Claim, Comparison, Paper, Point, Verdict
 from recleak.papers.render import Report, as_json, counts, sections, write_markdown
 from recleak.papers.reproduce import Selection, cores, plan, results_of
-from recleak.papers.store import Ours, Question, Store, StoreError
+from recleak.papers.store import Judged, Ours, Question, Store, StoreError
 
 PAPER = """
 name = "fake"
@@ -354,7 +355,49 @@ def test_workers_give_the_same(fake: Path, capsys: pytest.CaptureFixture[str]) -
     (fake / "trouble.txt").unlink()
     assert cells(fake, "--workers", "2") == one
     assert {path.name: path.read_bytes() for path in (fake / "out" / "fake").iterdir()} == files
-    assert calls(fake)[4].split()[4] == str(max(1, cores() // 2))
+    assert {int(line.split()[4]) for line in calls(fake)[4:8]} == {len(share) for share in shares(2)}
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [
+        (1, [[0, 2, 3, 5, 7]]),
+        (2, [[0, 2], [3, 5, 7]]),
+        (5, [[0], [2], [3], [5], [7]]),
+        (7, [[0], [2], [3], [5], [7], [0], [2]]),
+    ],
+)
+def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch, processes: int, expected: list[list[int]]) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 5, 3, 2, 0}, raising=False)
+    assert shares(processes) == expected
+    assert cores() == 5
+
+
+def test_shares_where_cores_cannot_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sched_getaffinity", "sched_setaffinity"):
+        monkeypatch.delattr(os, name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert cores() == 4
+    with kept_to(shares(2)[1]):
+        assert shares(2) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot choose their cores here")
+@pytest.mark.parametrize("all_cores", [True, False])
+def test_workers_keep_to_their_cores(fake: Path, all_cores: bool) -> None:
+    (fake / "fake_runner.py").write_text(
+        RUNNER.replace(
+            "seed, threads, len", '"-".join(map(str, sorted(os.sched_getaffinity(0)))), threads, len'
+        ).replace("import pathlib", "import os, pathlib")
+    )
+    before = os.sched_getaffinity(0)
+    with kept_to(before if all_cores else {min(before)}):
+        expected = shares(2)
+        run(fake, "--workers", "2")
+        assert shares(2) == expected  # those of this process are as they were
+    seen = {tuple(line.split()[3:5]) for line in calls(fake)}
+    assert seen == {("-".join(map(str, share)), str(len(share))) for share in expected}
 
 
 @pytest.mark.heavy
@@ -441,7 +484,7 @@ def test_cells_are_means_over_users_and_seeds_with_intervals(fake: Path) -> None
     assert small["ours"] == pytest.approx(0.8 + drawn.mean(), abs=1e-5)
     assert small["low"] < small["ours"] < small["high"]
     assert (small["seeds"], small["users"], small["seconds"], small["published"]) == (3, 50, 4.5, 0.8)
-    assert (small["table"], small["metric"], small["variant"]) == ("2", "f1", "as-written")
+    assert (small["table"], small["metric"], small["variant"], small["code"]) == ("2", "f1", "as-written", 1)
     assert (small["row"], small["column"]) == ("small", "A")
     ratio = got["3/r"]
     assert ratio["ours"] == pytest.approx(1)
@@ -532,13 +575,46 @@ def test_tables_and_claims_in_the_terminal(fake: Path, capsys: pytest.CaptureFix
     run(fake, "--data", "a")
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("Table 1: Utility | all", "Table 3: Ratio", "Figure 1: Curve", "0.8000"))
-    assert "published; ours; 95 % interval over users and seeds; 1 seed" in shown
+    assert "published; ours; 95 % interval over users; one seed, so run-to-run noise is not in it\n" in shown
+    assert "first and last value; 1 seed\n" in shown
     assert "1.00 ▁▃█ 4.00" in shown
     line = "not run: Small leaks more. (1) 1 of 2 hold, 1 not run; in the paper's numbers 1 of 2 hold, 1 not"
     assert line in shown
-    assert "holds: Small leaks at all. (2) 1 of 1 holds; in the paper's numbers 1 of 1 holds" in shown
+    assert "holds (one seed): Small leaks at all. (2) 1 of 1 holds; in the paper's numbers 1 of 1 holds" in shown
     run(fake)
-    assert "holds: Small leaks more. (1) 2 of 2 hold" in capsys.readouterr().out
+    assert "holds (one seed): Small leaks more. (1) 2 of 2 hold" in capsys.readouterr().out
+    run(fake, "--seeds", "2", "--data", "a")
+    shown = capsys.readouterr().out
+    assert "published; ours; 95 % interval over users and seeds; 2 seeds\n" in shown
+    assert "holds: Small leaks at all." in shown
+    assert "holds (one seed): Small leaks more." in shown  # in b
+    run(fake, "--no-run", "--table", "2")
+    shown = capsys.readouterr().out
+    assert "over users and seeds; 1 to 2 seeds (with one, run-to-run noise is not in it)\n" in shown
+    run(fake, "--seeds", "2")
+    assert "one" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("judged", "seeds", "at_least", "one"),
+    [
+        ("hh", (1, 1), None, True),
+        ("hh", (2, 1), None, True),
+        ("hh", (2, 1), 1, False),  # the other one is not needed
+        ("hd", (1, 2), None, False),
+        ("hd", (2, 1), None, True),
+        ("nn", (2, 1), None, True),
+        ("nn", (2, 3), None, False),
+        ("h-", (1, 0), None, False),  # no verdict
+        ("h-", (1, 0), 1, True),
+    ],
+)
+def test_verdicts_on_one_seed(judged: str, seeds: tuple[int, ...], at_least: int | None, one: bool) -> None:
+    words: dict[str, Verdict] = {"h": "holds", "d": "does not hold", "n": "within noise", "-": "not run"}
+    comparisons = tuple(Comparison(left="a", sign=">", right=0.0) for _ in judged)
+    claim = Claim(text="t", where="1", holds_if=comparisons, at_least=at_least)
+    verdicts = tuple(words[each] for each in judged)
+    assert Judged(claim, verdicts, verdicts, seeds).on_one_seed is one
 
 
 def test_what_was_not_run_stays_blank(
@@ -567,7 +643,9 @@ def test_markdown(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| small | *0.8000*<br>0.8" in whole
     assert "**not run** | 1 of 2 hold, 1 not run | 1 of 2 hold, 1 not |" in whole
     run(fake, "--markdown", str(page))  # its own page is replaced
-    assert "**holds** | 2 of 2 hold" in page.read_text()
+    assert "**holds** (one seed) | 2 of 2 hold" in page.read_text()
+    assert "\n*Published in italics*; ours; 95 % interval over users; one seed, so run-to-run noise" in page.read_text()
+    assert "\nFirst and last value; 1 seed.\n" in page.read_text()
     names = ["as-written claims", "as-written 2", "as-coded"]
     page.write_text(
         "Mine.\n" + "".join(f"<!-- begin {name} -->\nstale\n<!-- end {name} -->\nKept.\n" for name in names)
@@ -586,6 +664,37 @@ def test_markdown(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(fake, "--markdown", str(page), code=2)
     assert "Add these two lines" in capsys.readouterr().err
     assert page.read_text() == "Mine alone.\n"
+
+
+@pytest.mark.parametrize("words", [["--table", "2"], ["--data", "a"], ["--model", "s"]])
+def test_a_selection_never_takes_the_place_of_everything(
+    fake: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = fake / "page.md"
+
+    def places(*names: str) -> str:
+        return "".join(f"<!-- begin {name} -->\nof {name}\n<!-- end {name} -->\n" for name in names)
+
+    for names in (["as-written"], ["as-written claims"], ["as-written", "as-coded 2"]):
+        page.write_text(places(*names))
+        run(fake, *words, "--markdown", str(page), code=2)
+        assert "Leave out --table, --data and --model, or add <!-- begin as-written" in capsys.readouterr().err
+        assert page.read_text() == places(*names)
+    assert calls(fake) == []  # and says so before anything is measured
+    page.write_text(places("as-written", "as-written 2", "as-written claims"))
+    run(fake, *words, "--markdown", str(page))
+    filled = page.read_text()
+    assert "**Table 2: Attack**" in filled
+    assert "of as-written 2\n" not in filled
+    assert filled.startswith(places("as-written"))
+    assert filled.endswith(places("as-written claims"))
+    page.write_text("Mine alone.\n")
+    run(fake, *words, "--markdown", str(page), code=2)
+    assert "a page without <!-- begin as-written " in capsys.readouterr().err
+    page.write_text(places("as-written"))
+    every = [word for name in ("1", "2", "3", "fig1") for word in ("--table", name)]
+    run(fake, *every, "--markdown", str(page))  # all of it is no selection
+    assert "of as-written\n" not in page.read_text()
 
 
 PICTURES = """
@@ -744,7 +853,7 @@ def published(paper: Paper, table: str, choose: Callable[[str], bool] = lambda _
     return [value for name, value in found if value is not None and choose(name)]
 
 
-OURS = {"3+", "4+", "5+", "defenses", "aggregation", "chain"}  # tables that the paper does not have
+OURS = {"3+", "4+", "5+", "defenses", "aggregation", "switches", "chain"}  # tables that the paper does not have
 
 
 def test_imia_has_every_published_number(imia: Paper) -> None:
@@ -809,7 +918,7 @@ def test_imia_claims_on_the_papers_own_numbers(imia: Paper, tmp_path: Path) -> N
 
     results = Results(imia, Store(tmp_path), code=0, variant="as-written")
     report = Report.of(results, Selection().cells(imia))
-    assert len(report.claims) == len(imia.claims) == 22
+    assert len(report.claims) == len(imia.claims) == 23
     assert {judged.verdict for judged in report.claims} == {"not run"}
     failing = {judged.claim.text for judged in report.claims if judged.published == "does not hold"}
     assert failing == {

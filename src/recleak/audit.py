@@ -14,8 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recleak import random
 from recleak.attacks.base import WhichItems
 from recleak.data.interactions import Interactions
+from recleak.errors import ConfigError
 from recleak.metrics.inference import PerUser, advantage, auc, auc_by_user, f1_by_user, recall_by_user, tpr_at_fpr
 
 
@@ -34,6 +36,11 @@ class GradedItems:
 def pairs_seen(state: dict[str, Tensor], n_items: int) -> WhichItems:
     """The question about all pairs that an attack on uploads has evidence on (`attacks.membership.FromUploads`)."""
     pair: Tensor = torch.unique(state["pair"])
+    if not len(pair):
+        raise ConfigError(
+            "The attack has seen no upload, expected at least one.\n  Behind secure aggregation there are only sums: "
+            "use an attack on sums (AlignmentOfSums). Otherwise check the rounds and which of them count."
+        )
     return WhichItems(pair // n_items, pair % n_items)
 
 
@@ -46,12 +53,15 @@ def truth_of(question: WhichItems, train: Interactions) -> NDArray[np.bool_]:
     return own
 
 
-def claims(probability: NDArray[np.float64], user: NDArray[np.int64]) -> NDArray[np.bool_]:
+def claims(question: WhichItems, probability: NDArray[np.float64]) -> NDArray[np.bool_]:
     """The items that an adversary claims, bool[n]: of each user as many as its probabilities add up to, rounded.
 
-    The most probable come first, and one without any chance never.
+    The most probable come first, and one without any chance never. Equal ones come in a random order of their own, so
+    that a constant answer gets what chance gets. (The number claimed is not what maximizes F1 where little is known:
+    there, claiming everything is better. `AllPositive` stands beside.)
     """
-    order = np.lexsort((-probability, user))
+    user = question.client.numpy()
+    order = np.lexsort((random.bits(0, "tie", user, question.item.numpy()), -probability, user))
     who, place = np.unique(user, return_inverse=True)
     count = np.floor(np.bincount(place, probability, len(who)) + 0.5)
     start = np.searchsorted(user[order], who)
@@ -69,7 +79,7 @@ def grade_items(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_]) 
     negatives = np.sort(score[~truth])
     limit = negatives[-(int(0.01 * len(negatives)) + 1)] if len(negatives) else -np.inf
     return GradedItems(
-        f1=f1_by_user(claims(score, user), truth, user),
+        f1=f1_by_user(claims(question, score), truth, user),
         auc=auc_by_user(score, truth, user),
         exposed=recall_by_user(score > limit, truth, user),
         pooled_auc=auc(score, truth),
@@ -90,7 +100,8 @@ def claimed_interactions(question: WhichItems, answer: Tensor, train: Interactio
 
     Users and items keep their numbers and attributes.
     """
-    user = question.client.numpy()
-    claim = claims(answer.double().numpy(), user)
-    rows = pl.DataFrame({"user": user[claim].astype(np.int32), "item": question.item.numpy()[claim].astype(np.int32)})
+    claim = claims(question, answer.double().numpy())
+    rows = pl.DataFrame(
+        {"user": question.client.numpy()[claim].astype(np.int32), "item": question.item.numpy()[claim].astype(np.int32)}
+    )
     return Interactions(rows.sort("user", maintain_order=True), train.users, train.items)

@@ -49,20 +49,21 @@ def reproduce(
     seeds
         Measure with this many seeds; what is shown is over all seeds that are stored.
     workers
-        So many runs side by side, each in a process of its own.
+        So many runs side by side, each in a process of its own with its share of the cores.
     out_dir
         Where the measurements are stored.
     json_file
         Write the cells to this file; without `--variant`, those that are stored of the other variants too.
     markdown_file
-        Write tables and claims to this page: between its `<!-- begin VARIANT -->` and `<!-- end VARIANT -->`, if any.
+        Write tables and claims to this page: between its `<!-- begin VARIANT -->` and `<!-- end VARIANT -->`, if any;
+        or a table between those of `VARIANT TABLE`, which is all that is filled with `--table`, `--data` or `--model`.
     figures_dir
         Draw the figures into this folder, each as PAPER-FIGURE.png; and PAPER-tradeoff.png, privacy against utility.
     run
         Measure what is missing; `--no-run` only reports what is stored.
     """
     from recleak.papers.base import load
-    from recleak.papers.render import Report, as_json, show, write_markdown
+    from recleak.papers.render import Report, as_json, places, show, write_markdown
     from recleak.papers.reproduce import Selection, measure_all, plan, results_of
 
     if seeds < 1 or workers < 1:
@@ -72,6 +73,8 @@ def reproduce(
     cells = Selection(table, data, model).cells(loaded)
     if not cells:
         raise RecleakError(f"{loaded.name}: no cell fits all that was given; leave out --table, --data or --model.")
+    if markdown_file is not None:
+        places(loaded, results.variant, cells, markdown_file)  # refused before, not after, hours of measuring
     failed = 0
     if run:
         failed = measure_all(loaded, plan(results, cells, seeds), results.store, workers=workers)

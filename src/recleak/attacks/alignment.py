@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import expm1, log1p
 
 import numpy as np
 import torch
@@ -33,7 +32,17 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.base import Knowledge
-from recleak.attacks.membership import FromSums, FromUploads, chosen, expected_positives, whole
+from recleak.attacks.membership import (
+    FromSums,
+    FromUploads,
+    calibrated,
+    chosen,
+    expected_in_sum,
+    expected_positives,
+    labelled_positives,
+    popularity_odds,
+    whole,
+)
 from recleak.attacks.shadow import no_user_features, train_shadows
 from recleak.defenses.base import without_data_hooks
 from recleak.errors import ConfigError
@@ -54,10 +63,12 @@ class GradientAlignment(FromUploads):
     shadow_rows: calibrate on so many rows for each client, and at least one shadow client, at most eight; 0: no shadow
     client is trained, and the projection alone decides.
     rehearsals: how often the shadows are labelled by the last guess and trained.
+    popularity: a prior from the public knowledge on top of what the upload says.
     """
 
     shadow_rows: int = 500
     rehearsals: int = 1
+    popularity: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,19 +78,21 @@ class GradientAlignment(FromUploads):
             raise ConfigError(f"rehearsals is {self.rehearsals}, expected at least 1; without any, shadow_rows=0.")
 
     def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
-        """The log odds of the projection, or of the regression on all that a movement shows."""
-        expected = expected_positives(knowledge, update.offset.diff())
-        own = aligned(knowledge, received, update, expected)
-        if not self.shadow_rows:
-            return own, expected
-        for rehearsal in range(self.rehearsals):
-            label = chosen(update, own, whole(expected))
+        """The log odds of the projection, or of the regression on all that an upload shows."""
+        size = update.offset.diff()
+        own = expected_positives(knowledge, size)
+        labelled = labelled_positives(knowledge, own, size)
+        odds = aligned(knowledge, received, update, labelled)
+        for rehearsal in range(self.rehearsals if self.shadow_rows else 0):
+            label = chosen(update, odds, whole(labelled))
             shadow, owner, truth = self._rehearse(knowledge, received, update, label, round, rehearsal)
-            guess = chosen(shadow, aligned(knowledge, received, shadow, expected[owner]), whole(expected[owner]))
-            known = described(knowledge, received, shadow, guess, expected[owner])
-            seen = described(knowledge, received, update, label, expected)
-            own = _regress(known, truth, owner[shadow.owner], seen, update)
-        return own, expected
+            again = labelled[owner]
+            guess = chosen(shadow, aligned(knowledge, received, shadow, again), whole(again))
+            known = described(knowledge, received, shadow, guess, again)
+            seen = described(knowledge, received, update, label, labelled)
+            odds = _regress(known, truth, owner[shadow.owner], seen, update)
+        odds = _of_own(knowledge, odds, update, own, labelled)
+        return odds + popularity_odds(knowledge, update.item) if self.popularity else odds, own
 
     def _rehearse(
         self, knowledge: Knowledge, received: Params, update: Update, label: Tensor, round: int, rehearsal: int
@@ -110,21 +123,29 @@ class GradientAlignment(FromUploads):
 
 @dataclass(frozen=True, kw_only=True)
 class AlignmentOfSums(FromSums):
-    """The same reading of a sum of uploads: how much is left behind secure aggregation.
+    """The projection of a sum of uploads: what is left behind secure aggregation. No shadow client is trained."""
 
-    The projection alone decides, and says the same about everybody in the sum. No shadow client is trained.
-    """
+    def evidence(
+        self, knowledge: Knowledge, received: Params, mean: Update, clients: int, round: int
+    ) -> tuple[Tensor, Tensor]:
+        """The log odds of the projection; rows are split at the number of items that anybody owns, or in half."""
+        n_items = knowledge.n_items
+        expected = expected_in_sum(knowledge, len(mean.item), clients)
+        anybody = -n_items * torch.expm1(clients * torch.log1p(-expected / n_items))
+        return aligned(knowledge, received, mean, anybody.clamp(max=0.5 * len(mean.item))), expected
 
-    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
-        """With n clients that touch k of I items each, I (1 - (1 - k / I)^n) are touched by anybody; solved for k."""
-        clients, n_items = update.n_clients, knowledge.n_items
-        union = min(int(update.offset[1]), n_items - 1) / n_items
-        touched = n_items * -expm1(log1p(-union) / clients)
-        expected = expected_positives(knowledge, torch.tensor([touched]))  # f32[1]
-        distinct = -n_items * torch.expm1(clients * torch.log1p(-expected / n_items))  # own items of anybody
-        one = update.select(torch.zeros(1, dtype=torch.int64))
-        odds = aligned(knowledge, received, one, distinct.clamp(max=0.5 * len(one.item)))
-        return odds.repeat(clients), expected.repeat(clients)
+
+def _of_own(knowledge: Knowledge, odds: Tensor, update: Update, own: Tensor, labelled: Tensor) -> Tensor:
+    """The odds of an own item from those of a positive label, under a defense that adds fakes or flips labels."""
+    defense = knowledge.defense
+    if not (defense.fakes or defense.flips):
+        return odds
+    size, owner = update.offset.diff(), update.owner
+    positive = calibrated(odds, owner, labelled)
+    if_positive = (own * (1 - defense.flips) / labelled.clamp(min=_TINY)).clamp(0, 1)[owner]
+    if_negative = (own * defense.flips / (size - labelled).clamp(min=_TINY)).clamp(0, 1)[owner]
+    chance = positive * if_positive + (1 - positive) * if_negative
+    return (chance.clamp(1e-9, 1 - 1e-9)).logit().float()
 
 
 def _with_repeats(knowledge: Knowledge, client: NDArray[np.int64], each: Update, label: Tensor, seed: int) -> LocalData:
@@ -134,6 +155,13 @@ def _with_repeats(knowledge: Knowledge, client: NDArray[np.int64], each: Update,
     owner, item, positive = each.owner.numpy(), each.item.numpy(), label.numpy()
     clients = len(client)
     own = np.bincount(owner[positive], minlength=clients)
+    other = np.bincount(owner[~positive], minlength=clients)
+    full = np.bincount(owner, minlength=clients) >= each.n_items  # every row is sent: what was touched is not known
+    lot = random.uniform(seed, "touched", client[owner], item)
+    rank = np.empty(len(owner), np.int64)
+    rank[np.lexsort((lot, positive, owner))] = np.arange(len(owner)) - each.offset.numpy()[:-1][owner]
+    touched = positive | ~full[owner] | (rank < (negatives * own)[owner])
+    owner, item, positive = owner[touched], item[touched], positive[touched]
     other = np.bincount(owner[~positive], minlength=clients)
     missing = np.where(other > 0, np.maximum(negatives * own - other, 0), 0)  # i64[S]: draws that hit an item again
     again = np.repeat(np.arange(clients), missing)
@@ -327,7 +355,7 @@ def _regress(known: Tensor, truth: Tensor, owner: Tensor, seen: Tensor, update: 
     for client in range(update.n_clients):
         x, y = known[owner == client].double(), truth[owner == client].double()
         mine = seen[update.offset[client] : update.offset[client + 1]].double()
-        mean, spread = x.mean(0), x.std(0).clamp(min=1e-9)
+        mean, spread = x.mean(0), x.std(0, correction=0).clamp(min=1e-9)
         one = torch.ones(len(x), 1, dtype=torch.float64)
         design = torch.cat([one, ((x - mean) / spread).clamp(-8, 8)], dim=1)
         weight = torch.zeros(design.shape[1], dtype=torch.float64)

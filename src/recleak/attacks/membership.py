@@ -51,12 +51,6 @@ class Evidence:
             options = ", ".join(get_args(Participation))
             raise ConfigError(f"participation is {self.participation!r}, expected one of {options}.")
 
-    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
-        """Log odds that each row is of an own item (up to a constant of the client), f32[N]; and how many of a client's
-        rows are, as far as the adversary can tell, f32[C].
-        """
-        raise NotImplementedError
-
     def init(self, knowledge: Knowledge) -> State:
         """No evidence yet."""
         return {
@@ -71,23 +65,20 @@ class Evidence:
         kept = {name: value for name, value in state.items() if not name.startswith(_RECEIVED)}
         return {**kept, **{_RECEIVED + name: value.clone() for name, value in broadcast.params.items()}}
 
-    def _absorb(self, knowledge: Knowledge, state: State, update: Update, round: int) -> State:
-        """The state with the evidence of an update."""
-        received = {name.removeprefix(_RECEIVED): state[name] for name in state if name.startswith(_RECEIVED)}
+    def _counts(self, state: State, client: Tensor, round: int) -> Tensor:
+        """The positions of the clients whose evidence of this round is wanted, i64[n]."""
+        if self.round is not None and round != self.round:
+            return client.new_empty(0)
         if self.participation == "first":
-            update = update.select(torch.isin(update.client, state["client"]).logical_not().nonzero().squeeze(1))
-        if not received or not len(update.item) or (self.round is not None and round != self.round):
-            return state
-        odds, expected = self.evidence(knowledge, received, update, round)
-        old = dict(state)
-        if self.participation == "last":
-            old |= _without(state, update.client, knowledge.n_items)
-        new = {
-            "client": update.client,
-            "expected": expected,
-            "pair": update.client[update.owner] * knowledge.n_items + update.item,
-            "odds": odds,
-        }
+            return torch.isin(client, state["client"]).logical_not().nonzero().squeeze(1)
+        return torch.arange(len(client))
+
+    def _append(
+        self, state: State, client: Tensor, expected: Tensor, pair: Tensor, odds: Tensor, n_items: int
+    ) -> State:
+        """The state with new evidence; of the last participation only, if that is what counts."""
+        old = _without(state, client, n_items) if self.participation == "last" else state
+        new = {"client": client, "expected": expected, "pair": pair, "odds": odds}
         return {**old, **{name: torch.cat([old[name], value]) for name, value in new.items()}}
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
@@ -109,21 +100,43 @@ class FromUploads(Evidence):
 
     vantage: ClassVar[type[Server]] = Server
 
+    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
+        """Log odds that each row is of an own item (up to a constant of the client), f32[N]; and how many of a client's
+        rows are, as far as the adversary can tell, f32[C].
+        """
+        raise NotImplementedError
+
     def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """Keep the broadcast; turn an upload into evidence."""
         if isinstance(message, Broadcast):
             return self._remember(state, message)
-        return self._absorb(knowledge, state, message.update, message.round) if isinstance(message, Upload) else state
+        if not isinstance(message, Upload):
+            return state
+        update = message.update.select(self._counts(state, message.update.client, message.round))
+        received = _received(state)
+        if not received or not len(update.item):
+            return state
+        odds, expected = self.evidence(knowledge, received, update, message.round)
+        pair = update.client[update.owner] * knowledge.n_items + update.item
+        return self._append(state, update.client, expected, pair, odds, knowledge.n_items)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromSums(Evidence):
-    """An attack that reads the sum of a round's uploads, all that secure aggregation leaves, for each who took part.
+    """An attack that reads the sum of a round's uploads, all that secure aggregation leaves.
 
-    Every client of the round is given the same rows: their mean, of all items that anybody touched.
+    It says the same about everybody who took part.
     """
 
     vantage: ClassVar[type[Aggregator]] = Aggregator
+
+    def evidence(
+        self, knowledge: Knowledge, received: Params, mean: Update, clients: int, round: int
+    ) -> tuple[Tensor, Tensor]:
+        """As of one upload: `mean` has the mean change of so many clients, with the rows that anybody touched; the log
+        odds of its rows, f32[N], and how many are own items of a single client, f32[1].
+        """
+        raise NotImplementedError
 
     def fold(self, knowledge: Knowledge, state: State, message: AggregatorMessage) -> State:
         """Keep the broadcast; turn a sum into evidence on everybody in it."""
@@ -131,24 +144,35 @@ class FromSums(Evidence):
             return self._remember(state, message)
         if not isinstance(message, Aggregate):
             return state
-        tables = [part.name for part in knowledge.components if part.storage == "per_item" and part.shared]
-        sizes = [message.total[name].unsqueeze(-1).flatten(1).abs().amax(1) for name in tables]
-        moved = torch.stack(sizes).amax(0)  # f32[I]
-        item = moved.nonzero().squeeze(1)
-        clients = len(message.client)
-        update = Update(
-            message.client,
-            {
-                part.name: (message.total[part.name] / message.weight).expand(clients, *part.shape)
-                for part in knowledge.components
-                if part.storage == "dense" and part.shared
-            },
-            {name: torch.cat([message.total[name][item] / message.weight] * clients) for name in tables},
-            item.repeat(clients),
-            torch.arange(clients + 1) * len(item),
-            knowledge.n_items,
-        )
-        return self._absorb(knowledge, state, update, message.round)
+        client = message.client[self._counts(state, message.client, message.round)]
+        received = _received(state)
+        mean = _mean_of(knowledge, message)
+        if not received or not len(client) or not len(mean.item):
+            return state
+        odds, expected = self.evidence(knowledge, received, mean, len(message.client), message.round)
+        pair = (client.unsqueeze(1) * knowledge.n_items + mean.item).flatten()
+        n, n_items = len(client), knowledge.n_items
+        return self._append(state, client, expected.repeat(n), pair, odds.repeat(n), n_items)
+
+
+def _received(state: State) -> Params:
+    return {name.removeprefix(_RECEIVED): state[name] for name in state if name.startswith(_RECEIVED)}
+
+
+def _mean_of(knowledge: Knowledge, message: Aggregate) -> Update:
+    """A sum as the upload of one average client."""
+    tables = [part.name for part in knowledge.components if part.storage == "per_item" and part.shared]
+    dense = [part.name for part in knowledge.components if part.storage == "dense" and part.shared]
+    sizes = [message.total[name].unsqueeze(-1).flatten(1).abs().amax(1) for name in tables]
+    item = torch.stack(sizes).amax(0).nonzero().squeeze(1) if sizes else torch.empty(0, dtype=torch.int64)
+    return Update(
+        message.client[:1],
+        {name: (message.total[name] / message.weight).unsqueeze(0) for name in dense},
+        {name: message.total[name][item] / message.weight for name in tables},
+        item,
+        torch.tensor([0, len(item)]),
+        knowledge.n_items,
+    )
 
 
 def _sums(values: Tensor, place: Tensor, size: int) -> Tensor:
@@ -156,10 +180,11 @@ def _sums(values: Tensor, place: Tensor, size: int) -> Tensor:
 
 
 def _without(state: State, client: Tensor, n_items: int) -> State:
-    """The evidence without that on some clients."""
+    """The state without the evidence on some clients."""
     stays = torch.isin(state["client"], client).logical_not()
     pairs = torch.isin(state["pair"] // n_items, client).logical_not()
     return {
+        **state,
         **{name: state[name][stays] for name in ("client", "expected")},
         **{name: state[name][pairs] for name in ("pair", "odds")},
     }
@@ -186,7 +211,8 @@ def expected_positives(knowledge: Knowledge, touched: Tensor) -> Tensor:
 
     With p own items out of I and q negatives for each, drawn independently from the others, a client touches
     p + (I - p) (1 - (1 - 1 / (I - p))^(q p)) different items on average: a negative may be drawn twice, so the share is
-    more than 1 / (1 + q) for clients with many items. Solved for p by bisection. A client that sends every row of the
+    more than 1 / (1 + q) for clients with many items; fake items of a known defense come on top. Solved for p by
+    bisection. A client that sends every row of the
     table hides how many it touched: it is taken for an average one if the items' popularity is public, else p is the
     share 1 / (1 + q) of all.
     """
@@ -197,7 +223,7 @@ def expected_positives(knowledge: Knowledge, touched: Tensor) -> Tensor:
 
     def touches(p: float) -> float:
         rest = max(n_items - p, 1.0 + 1e-9)
-        return p - rest * expm1(q * p * log1p(-1 / rest))
+        return p * (1 + knowledge.defense.fakes) - rest * expm1(q * p * log1p(-1 / rest))
 
     def solve(n: float) -> float:
         if n >= n_items:
@@ -210,6 +236,22 @@ def expected_positives(knowledge: Knowledge, touched: Tensor) -> Tensor:
 
     each, place = torch.unique(touched, return_inverse=True)
     return torch.tensor([solve(float(n)) for n in each], dtype=torch.float32)[place]
+
+
+def expected_in_sum(knowledge: Knowledge, touched: int, clients: int) -> Tensor:
+    """How many own items each of n clients has that touch so many of I items together, f32[1].
+
+    If each touches k, anybody touches I (1 - (1 - k / I)^n) on average; solved for k.
+    """
+    union = min(touched, knowledge.n_items - 1) / knowledge.n_items
+    each = knowledge.n_items * -expm1(log1p(-union) / clients)
+    return expected_positives(knowledge, torch.tensor([each]))
+
+
+def labelled_positives(knowledge: Knowledge, own: Tensor, touched: Tensor) -> Tensor:
+    """How many of its touched items a client trains on as its own, under a defense that adds fakes or flips labels."""
+    real = own * (1 + knowledge.defense.fakes)
+    return real + knowledge.defense.flips * (touched - 2 * real)
 
 
 def assumed_positives(knowledge: Knowledge, touched: Tensor, share: float | None) -> Tensor:
@@ -231,9 +273,15 @@ def whole(number: Tensor) -> Tensor:
     return number.add(0.5).long().clamp(min=1)
 
 
+def below(number: Tensor) -> Tensor:
+    """The next whole numbers below, at least 1, i64: how the published code of IMIA counts."""
+    return number.add(1e-4).long().clamp(min=1)
+
+
 def places_within(update: Update, score: Tensor) -> Tensor:
     """The place of each row in its client's order of falling scores, from 0, i64[N]."""
-    order = np.lexsort((-score.numpy(), update.owner.numpy()))
+    tie = random.bits(0, "tie", update.client[update.owner].numpy(), update.item.numpy())  # never by item number
+    order = np.lexsort((tie, -score.numpy(), update.owner.numpy()))
     place = torch.empty(len(score), dtype=torch.int64)
     place[torch.from_numpy(order)] = torch.arange(len(score)) - update.offset[:-1][update.owner]
     return place
@@ -255,7 +303,7 @@ class RandomGuess(FromUploads):
 
     def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
         """Some rows, drawn by (client, item)."""
-        count = whole(assumed_positives(knowledge, update.offset.diff(), self.share))
+        count = below(assumed_positives(knowledge, update.offset.diff(), self.share))
         client = update.client[update.owner].numpy()
         lot = torch.from_numpy(random.uniform(self.seed, "random guess", round, client, update.item.numpy()))
         return torch.where(chosen(update, lot, count), SURE, -SURE), count.float()
@@ -274,13 +322,28 @@ class AllPositive(FromUploads):
 class Popularity(FromUploads):
     """Claims the most popular of the touched items: what a server with sales figures knows without any upload's help.
 
-    Needs `popularity`, f32[I], in the public knowledge.
+    Needs `popularity`, f32[I], in the public knowledge: how often each item was chosen, the victim's choice included.
     """
 
     def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
         """The log of the popularity."""
-        popularity = public_popularity(knowledge)[update.item]
-        return (popularity + 0.5).log(), expected_positives(knowledge, update.offset.diff())
+        return popularity_odds(knowledge, update.item), expected_positives(knowledge, update.offset.diff())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PopularityOfSums(FromSums):
+    """The same, of what anybody in a sum touched."""
+
+    def evidence(
+        self, knowledge: Knowledge, received: Params, mean: Update, clients: int, round: int
+    ) -> tuple[Tensor, Tensor]:
+        """The log of the popularity."""
+        return popularity_odds(knowledge, mean.item), expected_in_sum(knowledge, len(mean.item), clients)
+
+
+def popularity_odds(knowledge: Knowledge, item: Tensor) -> Tensor:
+    """Own items are drawn by popularity, negatives uniformly: the log odds of an own item, up to a constant, f32[n]."""
+    return (public_popularity(knowledge)[item] + 0.5).log()
 
 
 def public_popularity(knowledge: Knowledge) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.base import Knowledge
-from recleak.attacks.membership import SURE, FromUploads, assumed_positives, chosen, public_popularity, whole
+from recleak.attacks.membership import SURE, FromUploads, assumed_positives, below, chosen, public_popularity
 from recleak.defenses.base import Defense
 from recleak.errors import ConfigError
 from recleak.models.base import Params
@@ -73,8 +73,8 @@ class ShadowClients(FromUploads):
                 f"{knowledge.training.loss!r}.\n  Use GradientAlignment, which reads pairwise losses too."
             )
         size = update.offset.diff()  # i64[C]
-        target = whole(assumed_positives(knowledge, size, self.share)).minimum(size)
-        step = whole(self.gamma * size)  # rows confirmed at a time
+        target = below(assumed_positives(knowledge, size, self.share))
+        step = (self.gamma * size + 1e-4).long() + 1  # rows confirmed at a time; the text is silent, the code adds one
         label = torch.zeros(len(update.item), dtype=torch.bool)
         order = torch.full((len(update.item),), float("inf"))  # f32[N]: when a row was confirmed; inf: not yet
         iteration = 0

@@ -7,7 +7,7 @@ defends one real device: C = 1 with `Streams.from_os()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -64,6 +64,16 @@ class Defense:
     def secure_aggregation(self) -> bool:
         """Whether the receiver gets the sum of the uploads only."""
         return False
+
+    @property
+    def fakes(self) -> float:
+        """Items trained as the client's own for each real one. Not a hook: a fact that an adversary may know."""
+        return 0.0
+
+    @property
+    def flips(self) -> float:
+        """The chance that a label is flipped. Not a hook: a fact that an adversary may know."""
+        return 0.0
 
     def component_names(self) -> Iterable[str]:
         """The components that its configuration names; `check` looks them up in a model."""
@@ -132,6 +142,22 @@ class Chain(Defense):
         """Whether one of them asks for it."""
         return any(defense.secure_aggregation for defense in self.defenses)
 
+    @property
+    def fakes(self) -> float:
+        """(1 + k_1) (1 + k_2) ... - 1: a later part adds its own for the fakes of earlier ones too."""
+        total = 0.0
+        for defense in self.defenses:
+            total = total + defense.fakes + total * defense.fakes
+        return total
+
+    @property
+    def flips(self) -> float:
+        """The chance of an odd number of independent flips."""
+        total = 0.0
+        for defense in self.defenses:
+            total = total * (1 - defense.flips) + defense.flips * (1 - total)
+        return total
+
     def component_names(self) -> Iterable[str]:
         """The names of all."""
         for defense in self.defenses:
@@ -147,13 +173,23 @@ def hooks(defense: Defense) -> frozenset[str]:
 
 
 def without_data_hooks(defense: Defense) -> Defense:
-    """The same defense for a client whose data and features have been changed already."""
-    parts = defense.defenses if type(defense) is Chain else (defense,)
-    rest = tuple(part for part in parts if not hooks(part) <= {"data", "features"})
+    """The same defense for a client whose data and features have been changed already; nested chains become one."""
+    rest = tuple(part for part in _flat(defense) if not hooks(part) <= {"data", "features"})
     for part in rest:
         if hooks(part) & {"data", "features"}:
             raise ConfigError(f"{part!r} changes data and more, expected one hook or the other: a chain of two parts.")
-    return Chain(rest) if len(rest) != 1 else rest[0]
+    if not rest:
+        return Defense()
+    return Chain(rest) if len(rest) > 1 else rest[0]
+
+
+def _flat(defense: Defense) -> Iterator[Defense]:
+    """The parts of a chain, and of the chains in it, in order."""
+    if type(defense) is Chain:
+        for part in defense.defenses:
+            yield from _flat(part)
+    else:
+        yield defense
 
 
 def check(defense: Defense, components: tuple[Component, ...]) -> None:

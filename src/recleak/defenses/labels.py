@@ -34,6 +34,9 @@ class RandomizedLabels(Defense):
     **The guarantee.** Given which items a client trains on and how often each occurs in every round, its label of any
     one item is epsilon-differentially private against whoever sees all its uploads of all rounds: no upload is more
     than e^epsilon times as likely under one label of the item as under the other. For k items at once it is k epsilon.
+    So epsilon is for one label while all others stay as they are. But the number of examples tells how many items of
+    its own a client has, and what it may have had instead differs by a swap of two labels: there the ratio is at most
+    e^(2 epsilon).
 
     **What it does not cover.** The items themselves: they stay visible, and they are not independent of the labels. All
     positives are among them, an item that occurs twice is a negative, and with `LocalTraining.resample` the items that
@@ -54,6 +57,11 @@ class RandomizedLabels(Defense):
         if not self.epsilon > 0:  # NaN too
             raise ValueError(f"Got epsilon={self.epsilon}, expected a number above 0, or inf to change nothing.")
 
+    @property
+    def flips(self) -> float:
+        """1 / (1 + e^epsilon)."""
+        return exp(-self.epsilon) / (1 + exp(-self.epsilon))
+
     def data(self, data: LocalData, streams: Streams) -> LocalData:
         """The same examples with randomized labels."""
         if self.epsilon == inf:
@@ -65,7 +73,7 @@ class RandomizedLabels(Defense):
         pair, place = np.unique(data.owner * data.n_items + data.item, return_inverse=True)
         position, item = np.divmod(pair, data.n_items)
         lot = streams.uniform("flip", torch.from_numpy(position), torch.from_numpy(item)).numpy()  # f32[pairs]
-        flip = (lot.astype(np.float64) <= exp(-self.epsilon) / (1 + exp(-self.epsilon)))[place]
+        flip = (lot.astype(np.float64) <= self.flips)[place]
         return replace(data, label=np.where(flip, 1 - data.label, data.label))
 
 
@@ -92,6 +100,11 @@ class FakeItems(Defense):
             raise ValueError(
                 f"Got per_positive={self.per_positive}, expected a finite number of at least 0 (0: no fake item)."
             )
+
+    @property
+    def fakes(self) -> float:
+        """`per_positive`: fewer for a client that runs out of other items."""
+        return self.per_positive
 
     def data(self, data: LocalData, streams: Streams) -> LocalData:
         """The examples, and after those of each client its fakes."""

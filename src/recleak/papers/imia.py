@@ -7,24 +7,27 @@ Two variants. `as-written` follows the text. `as-published-code` follows the aut
     negatives               never a training item           nor the test item
     Fed-LightGCN layers     summed (eq. 4)                  averaged
     regularizer             mu ||V - V_t|| (eq. 8)          mu ||V - V_t||^2
-    LDP                     sd lambda (eq. 7)               row clipped to 1, then variance lambda
+    LDP                     sd lambda (eq. 7)               rows of all matrices clipped to 1, variance lambda
     shadow client           trains like a client            gradients never zeroed
     its graph (LightGCN)    guessed                         the victim's true one
 
-In both: 1 % of the clients in a round and a shadow's user vector from Xavier's distribution (the code; the text is
-silent), own items assumed to be 20 % of the touched ones.
+In both, as in the code where the text is silent or cannot be meant: 1 % of the clients in a round; the mean over a
+batch as the loss (eq. 5 has a sum, beside which mu weighs up to 64 times less) and over the clients' models (eq. 6 has
+a sum); noise on the item rows that are sent and on the head, the regularizer on item rows; a shadow's user vector from
+Xavier's distribution; own items assumed to be 20 % of the touched ones.
 The text's "25 %" for 1:4 is a slip: its Random Attack has F1 0.2079, 0.2019, 0.1998, which only 20 % gives.
 """
 
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -34,8 +37,16 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.alignment import AlignmentOfSums, GradientAlignment
-from recleak.attacks.base import Knowledge, WhichItems
-from recleak.attacks.membership import AllPositive, FromSums, FromUploads, KMeans, Popularity, RandomGuess
+from recleak.attacks.base import Knowledge, State, WhichItems
+from recleak.attacks.membership import (
+    AllPositive,
+    FromSums,
+    FromUploads,
+    KMeans,
+    Popularity,
+    PopularityOfSums,
+    RandomGuess,
+)
 from recleak.attacks.shadow import ShadowClients, train_shadows
 from recleak.audit import claimed_interactions, grade_items, own_items, pairs_seen, truth_of
 from recleak.data.interactions import Interactions
@@ -51,6 +62,7 @@ from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.proximal import Proximal
 from recleak.defenses.sparsify import SignOnly
 from recleak.errors import ConfigError, unknown_name
+from recleak.metrics.inference import auc_by_user
 from recleak.metrics.ranking import rank
 from recleak.models.base import Model
 from recleak.models.components import Normal
@@ -63,9 +75,9 @@ from recleak.training.cohort import LocalTraining
 from recleak.training.executor import InProcess
 from recleak.training.local import Examples, LocalData
 from recleak.training.optimizers import Adam
-from recleak.wire import Aggregator, Broadcast, Message, Server, Upload
+from recleak.wire import Broadcast, Message, Upload
 
-VERSION = 2
+VERSION = 3
 ROUNDS = 200
 _STEP = 20  # rounds between two looks at the embeddings (Figure 2)
 _GROUPS = 20  # of users, by their number of interactions (Figures 3 and 5)
@@ -89,11 +101,14 @@ class Setting:
         """What clients train on."""
         return self.split.train
 
-    def knowledge(self) -> Knowledge:
-        """What the curious server knows (section 2.2), the defense too; facts that single attacks ask for in public."""
+    def knowledge(self, *, truth: bool = False) -> Knowledge:
+        """What the curious server knows (section 2.2), the defense and the items' popularity too.
+
+        `truth`: also what the published code gives its shadow clients, the victims' graphs.
+        """
         facts = {"popularity": torch.from_numpy(self.train.popularity.astype(np.float32))}
-        if self.published:
-            facts["own_items"] = own_items(self.train)  # the published code's shadow graph
+        if truth:
+            facts["own_items"] = own_items(self.train)
         parts = self.defense.sharing(self.model.components())
         return Knowledge(
             self.model, self.train.n_users, self.train.n_items, parts, self.protocol.local, self.defense, facts
@@ -108,7 +123,7 @@ def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
     split = leave_one_out(data, by=order, validation=not published, seed=seed)
     models: dict[str, Model] = {
         "ncf": NCF(),
-        "lightgcn": LightGCN(score="mlp", combine="mean" if published else "sum"),
+        "lightgcn": LightGCN(score="mlp", combine="mean" if published or run.get("combine") == "mean" else "sum"),
     }
     if run["model"] not in models:
         raise unknown_name("model", str(run["model"]), models)
@@ -126,7 +141,7 @@ def _defense(name: str, strength: float, published: bool) -> Defense:
         return Defense()
     if name == "ldp":
         noise = GaussianNoise(strength**0.5 if published else strength)
-        return Chain((ClipByNorm(1.0, per="row"), noise)) if published else noise
+        return Chain((ClipByNorm(1.0, per="unit"), noise)) if published else noise
     made: dict[str, Defense] = {
         "proximal": Proximal(strength, "squared" if published else "plain"),
         "proximal-squared": Proximal(strength, "squared"),
@@ -147,12 +162,12 @@ def attack_of(ask: Mapping[str, Scalar], published: bool, users: int, seed: int)
         options["participation"] = ask["participation"]
     name = str(ask["attack"])
     if name == "imia":
-        shadow: dict[str, Any] = {"graph": "true-graph", "accumulate_gradients": True} if published else {}
         return ShadowClients(
             gamma=float(ask["gamma"]),
             popular_weight=4.0 if ask.get("popularity") else 1.0,
             user_init=Normal((2 / (users + 64)) ** 0.5),  # Xavier's of the whole table, as in the code
-            **shadow,
+            graph="true-graph" if published or ask.get("true_graph") else "guessed",
+            accumulate_gradients=published or bool(ask.get("accumulate")),
             **options,
         )
     if name not in _ATTACKS:
@@ -163,7 +178,9 @@ def attack_of(ask: Mapping[str, Scalar], published: bool, users: int, seed: int)
 _ATTACKS: dict[str, Callable[..., FromUploads | FromSums]] = {
     "alignment": GradientAlignment,
     "projection": partial(GradientAlignment, shadow_rows=0),
+    "alignment-popularity": partial(GradientAlignment, popularity=True),
     "sums": AlignmentOfSums,
+    "popularity-of-sums": PopularityOfSums,
     "k-means": KMeans,
     "k-means-point": partial(KMeans, sse="point"),
     "random": RandomGuess,
@@ -195,10 +212,9 @@ def measure(
 
 def _graded(made: Setting, tap: _Timed) -> Measured:
     """An attack's answer about all pairs that it has seen."""
-    start = perf_counter()
     question = pairs_seen(tap.state(), made.train.n_items)
     answer = tap.listening.answer(question)
-    spent = tap.seconds + perf_counter() - start
+    spent = tap.seconds
     graded = grade_items(question, answer, truth_of(question, made.train))
     f1, activity = graded.f1.value, made.train.activity[graded.f1.user]
     metrics = {
@@ -210,20 +226,32 @@ def _graded(made: Setting, tap: _Timed) -> Measured:
         "advantage": np.array([graded.advantage]),
         "spearman": _rank_products(activity, f1),
     }
+    if isinstance(tap.attack, FromSums):  # the same scores, graded on somebody else: what is not about the victim
+        others = replace(question, client=_somebody_else(question.client, made))
+        metrics["auc-of-others"] = auc_by_user(
+            answer.double().numpy(), truth_of(others, made.train), others.client.numpy()
+        ).value
     metrics |= {f"pooled-tpr@{at}": np.array([rate]) for at, rate in graded.tpr.items() if rate is not None}
     return Measured(metrics, {"f1-by-interactions": _by_interactions(activity, f1)}, spent)
 
 
 def _chained(made: Setting, tap: _Timed, attribute: str) -> Measured:
     """How well a plain reader tells an attribute from the interactions that an attack claims, and from true ones."""
-    start = perf_counter()
     question = pairs_seen(tap.state(), made.train.n_items)
     claimed = at_least(claimed_interactions(question, tap.listening.answer(question), made.train))
     attacked = np.isin(made.train.user, question.client.numpy())
     known = made.train.restrict(attacked, "users who took part in no round")
     found, given = (attribute_auc(data, attribute, seed=made.seed) for data in (claimed, known))
-    spent = tap.seconds + perf_counter() - start
-    return Measured({"auc": np.array([found.auc]), "auc-of-truth": np.array([given.auc])}, seconds=spent)
+    return Measured({"auc": np.array([found.auc]), "auc-of-truth": np.array([given.auc])}, seconds=tap.seconds)
+
+
+def _somebody_else(client: Tensor, made: Setting) -> Tensor:
+    """Another user for each client, i64[n]: a random permutation of all users."""
+    lot = random.bits(made.seed, "somebody else", np.arange(made.train.n_users))
+    order = np.argsort(lot)
+    other = np.empty_like(order)
+    other[order] = np.roll(order, 1)
+    return torch.from_numpy(other)[client]
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -261,19 +289,8 @@ def _train(made: Setting, taps: Sequence[Tap], threads: int, looks: bool) -> tup
         away = {name: (now[name] - first[name]).square().sum(1).double().numpy() for name in now}
         for name in now:
             series[f"{name}-deviation"].append((float(rounds), float(away[name].mean())))
-    trained = _Held(trained, folder).model
+    weakref.finalize(trained, folder.cleanup)  # as long as the model reads from it
     return trained, (away["user"], away["item"], series)
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """Keeps the folder of a run as long as the model that reads from it."""
-
-    model: FederatedModel
-    folder: tempfile.TemporaryDirectory[str]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self.model, "_folder", self.folder)
 
 
 def _hit(made: Setting, trained: FederatedModel) -> NDArray[np.float64]:
@@ -305,21 +322,34 @@ class _Nothing:
 
 
 class _Timed(_Nothing):
-    """An attack that listens, and how long it took."""
+    """An attack that listens, and how long it thinks: what it takes to decode messages is not counted."""
 
     def __init__(self, attack: FromUploads | FromSums, knowledge: Knowledge) -> None:
-        self.listening: Listening[Any, WhichItems] = (
-            Listening(Aggregator(), attack, knowledge)
-            if isinstance(attack, FromSums)
-            else Listening(Server(), attack, knowledge)
-        )
-        self.seconds = 0.0
+        self.seconds, self.attack = 0.0, attack
+        self.vantage: Any = type(attack).vantage
+        self.listening: Listening[Any, WhichItems] = Listening(self.vantage(), cast(Any, self), knowledge)
+
+    def init(self, knowledge: Knowledge) -> State:
+        """The attack's."""
+        return self.attack.init(knowledge)
+
+    def fold(self, knowledge: Knowledge, state: State, message: Any) -> State:
+        """The attack's, timed."""
+        start = perf_counter()
+        after = self.attack.fold(knowledge, state, message)
+        self.seconds += perf_counter() - start
+        return after
+
+    def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
+        """The attack's, timed."""
+        start = perf_counter()
+        answer = self.attack.answer(knowledge, state, question)
+        self.seconds += perf_counter() - start
+        return answer
 
     def receive(self, message: Message) -> None:
-        """Timed."""
-        start = perf_counter()
+        """To the attack, through bytes."""
         self.listening.receive(message)
-        self.seconds += perf_counter() - start
 
     def state(self) -> dict[str, Tensor]:
         """The attack's."""
@@ -382,7 +412,8 @@ class _FlipOne(_Nothing):
 
 def _tap(made: Setting, ask: Mapping[str, Scalar]) -> _Nothing:
     if "attack" in ask:
-        return _Timed(attack_of(ask, made.published, made.train.n_users, made.seed), made.knowledge())
+        attack = attack_of(ask, made.published, made.train.n_users, made.seed)
+        return _Timed(attack, made.knowledge(truth=isinstance(attack, ShadowClients) and attack.graph == "true-graph"))
     if ask.get("measure") == "flip":
         return _FlipOne(made)
     if ask.get("measure") in ("utility", "deviation"):
@@ -394,9 +425,14 @@ def _tap(made: Setting, ask: Mapping[str, Scalar]) -> _Nothing:
 
 
 def _rank_products(activity: NDArray[np.int64], f1: NDArray[np.float64]) -> NDArray[np.float64]:
-    """One number per user whose mean is Spearman's rank correlation of activity and F1; zeros if one is constant."""
+    """One number per user whose mean is Spearman's rank correlation r of activity and F1; zeros if one is constant.
+
+    With standardized ranks a and b, the mean of a b is r; the influence of one user on r is a b - r (a^2 + b^2) / 2, so
+    that the bootstrap of these numbers has the spread of r.
+    """
     first, second = (_standardized(rankdata(values)) for values in (activity, f1))
-    return first * second
+    correlation = float((first * second).mean())
+    return first * second - correlation / 2 * (first**2 + second**2) + correlation
 
 
 def _standardized(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -14,14 +14,15 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from recleak.errors import ConfigError
-from recleak.papers.base import Cell, Table, Verdict
+from recleak.papers.base import Cell, Paper, Table, Verdict
 from recleak.papers.store import Judged, Ours, Results
 from recleak.terminal import out, say
 
-_LEGEND = "published; ours; 95 % interval over users and seeds"
+_ONE_SEED = "run-to-run noise is not in it"  # but in the interval over several
 _MARK = "<!-- written by `recleak reproduce"
 _STYLE: dict[Verdict, str] = {"holds": "green", "does not hold": "red", "within noise": "yellow", "not run": "dim"}
 _SPARK = "▁▂▃▄▅▆▇█"
+_Cells = dict[tuple[str, str], tuple[Cell, Ours]]  # by row and column
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Report:
         ]
         return cls(results, tuple(cells), tuple(results.judge(claim) for claim in claims))
 
-    def tables(self) -> Iterable[tuple[Table, dict[tuple[str, str], tuple[Cell, Ours]]]]:
+    def tables(self) -> Iterable[tuple[Table, _Cells]]:
         """The tables in the paper's order, each with its cells by row and column."""
         chosen = set(self.cells)
         for table in self.results.paper.all_tables:
@@ -128,7 +129,7 @@ def show(report: Report) -> None:
         say("Claims")
     for judged in report.claims:
         line = Text()
-        line.append(f"{judged.verdict}: ", style=_STYLE[judged.verdict])
+        line.append(f"{judged.verdict}{_thin(judged)}: ", style=_STYLE[judged.verdict])
         line.append(f"{judged.claim.text} ({judged.claim.where}) ")
         line.append(f"{counts(judged.ours)}{_own(judged)}")
         out.print(line, soft_wrap=True)
@@ -147,9 +148,14 @@ def _own(judged: Judged) -> str:
     return f"; in the paper's numbers {counts(judged.theirs)}"
 
 
-def _show_table(table: Table, cells: dict[tuple[str, str], tuple[Cell, Ours]]) -> None:
+def _thin(judged: Judged) -> str:
+    """To be said beside the verdict."""
+    return " (one seed)" if judged.on_one_seed else ""
+
+
+def _show_table(table: Table, cells: _Cells) -> None:
     rows, columns = _axes(cells)
-    seeds = sorted({ours.seeds for _, ours in cells.values() if ours.seeds})
+    seeds = {ours.seeds for _, ours in cells.values() if ours.seeds}
     texts = {place: _lines(cell, ours, len(seeds) > 1) for place, (cell, ours) in cells.items()}
     width = {
         column: max([len(line) for row in rows for line in texts.get((row, column), ())] + [_longest_word(column)])
@@ -160,6 +166,7 @@ def _show_table(table: Table, cells: dict[tuple[str, str], tuple[Cell, Ours]]) -
     if max(map(len, rows)) + 4 + sum(each + 3 for each in width.values()) > out.width:
         for cell, ours in cells.values():
             say(f"  {cell.row} | {cell.column}: {_line(cell, ours)}")
+        say(f"  {_legend(cells, 'published; ours')}")
         return
     grid = Grid(show_lines=True)
     grid.add_column("", no_wrap=True)
@@ -168,8 +175,21 @@ def _show_table(table: Table, cells: dict[tuple[str, str], tuple[Cell, Ours]]) -
     for row in rows:
         grid.add_row(Text(row), *[Text("\n".join(texts.get((row, column), ()))) for column in columns])
     out.print(grid)
-    legend = _LEGEND if any(cell.series is None for cell, _ in cells.values()) else "first and last value"
-    say(legend + (f"; {_seeds(seeds[0])}" if len(seeds) == 1 else ""))
+    say(_legend(cells, "published; ours"))
+
+
+def _legend(cells: _Cells, numbers: str) -> str:
+    """What the cells of a table show, and what their intervals tell."""
+    seeds = sorted({ours.seeds for _, ours in cells.values() if ours.seeds})
+    if not seeds:
+        return f"{numbers.partition('; ')[0]}; nothing of it was run"
+    many = _seeds(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+    if all(cell.series is not None for cell, _ in cells.values()):
+        return f"first and last value; {many}"
+    if seeds == [1]:
+        return f"{numbers}; 95 % interval over users; one seed, so {_ONE_SEED}"
+    beside = f" (with one, {_ONE_SEED})" if 1 in seeds else ""
+    return f"{numbers}; 95 % interval over users and seeds; {many}{beside}"
 
 
 def _axes(cells: Iterable[tuple[str, str]]) -> tuple[list[str], list[str]]:
@@ -214,16 +234,12 @@ def write_markdown(report: Report, path: Path) -> None:
     """Fill the places of a page between `<!-- begin NAME -->` and `<!-- end NAME -->`; or write all of a new page."""
     parts = sections(report)
     paper, variant = report.results.paper, report.results.variant
-    page = path.read_text(encoding="utf-8") if path.exists() else ""
-    filled = {name: text for name, text in parts.items() if _place(name).search(page)}
-    if filled:
-        for name, text in filled.items():
+    page = _read(path)
+    names = places(paper, variant, report.cells, path)
+    if names:
+        for name in names:
+            text = parts[name]
             page = _place(name).sub(lambda found, text=text: f"{found[1]}\n\n{text}\n{found[2]}", page)  # type: ignore[misc]
-    elif page and not page.startswith(_MARK):
-        raise ConfigError(
-            f"{path}: a page without <!-- begin {variant} --> and <!-- end {variant} -->.\n"
-            "  Add these two lines where the result shall go, or name another file."
-        )
     else:
         head = f"{_MARK} {paper.name}`; do not edit -->\n\n# {paper.title}\n\nVariant {_variant(report)}"
         page = f"{head}\n\n{parts[variant]}"
@@ -231,26 +247,53 @@ def write_markdown(report: Report, path: Path) -> None:
     path.write_text(page, encoding="utf-8")
 
 
+def places(paper: Paper, variant: str, cells: Iterable[str], path: Path) -> list[str]:
+    """The names of the places of a page that cells of the paper fill; none if the whole page is ours to write.
+
+    Some cells fill only places of single tables: in a place for everything, the rest would be lost. A page that cannot
+    be filled is refused, which is better done before hours of measuring.
+    """
+    page, chosen = _read(path), set(cells)
+    tables = [
+        f"{variant} {table.id}" for table in paper.all_tables if any(table.full(cell) in chosen for cell in table.cells)
+    ]
+    for_all = [variant, *([f"{variant} claims"] if paper.claims else [])]
+    partial, single = chosen != set(paper.cells), next(iter(tables), f"{variant} TABLE")
+    found = [name for name in (tables if partial else [*for_all, *tables]) if _place(name).search(page)]
+    if found or not page:
+        return found
+    if partial and any(_place(name).search(page) for name in for_all):
+        raise ConfigError(
+            f"{path}: got a selection of cells and no place for its tables, expected all cells for what is there.\n"
+            "  Leave out --table, --data and --model, "
+            f"or add <!-- begin {single} --> and <!-- end {single} --> for a single table."
+        )
+    if not page.startswith(_MARK):
+        name = single if partial else variant
+        raise ConfigError(
+            f"{path}: a page without <!-- begin {name} --> and <!-- end {name} -->.\n"
+            "  Add these two lines where the result shall go, or name another file."
+        )
+    return []
+
+
+def _read(page: Path) -> str:
+    return page.read_text(encoding="utf-8") if page.exists() else ""
+
+
 def _place(name: str) -> re.Pattern[str]:
     word = re.escape(name)
     return re.compile(rf"(<!-- begin {word} -->).*?(<!-- end {word} -->)", re.DOTALL)
 
 
-def _markdown_table(table: Table, cells: dict[tuple[str, str], tuple[Cell, Ours]]) -> str:
+def _markdown_table(table: Table, cells: _Cells) -> str:
     rows, columns = _axes(cells)
     lines = [f"**{_escape(heading(table))}**", "", _row("", *columns), _row(*["---"] * (len(columns) + 1))]
     for row in rows:
         found = [cells.get((row, column)) for column in columns]
         lines.append(_row(row, *["" if each is None else _markdown_cell(*each) for each in found]))
-    seeds = sorted({ours.seeds for _, ours in cells.values() if ours.seeds})
-    note = "*Published in italics,* ours with its 95 % interval over users and seeds"
-    if not seeds:
-        note = "*Published in italics;* nothing of it was run"
-    elif len(seeds) == 1:
-        note += f"; {_seeds(seeds[0])}"
-    else:
-        note += f"; {seeds[0]} to {seeds[-1]} seeds"
-    return "\n".join([*lines, "", f"{note}.", ""])
+    note = _legend(cells, "*Published in italics*; ours")
+    return "\n".join([*lines, "", f"{note[0].upper()}{note[1:]}.", ""])
 
 
 def _markdown_cell(cell: Cell, ours: Ours) -> str:
@@ -267,7 +310,7 @@ def _markdown_claims(claims: Sequence[Judged]) -> str:
     for judged in claims:
         own = "" if "not run" in judged.theirs else counts(judged.theirs)
         claim = judged.claim
-        lines.append(_row(claim.text, claim.where, f"**{judged.verdict}**", counts(judged.ours), own))
+        lines.append(_row(claim.text, claim.where, f"**{judged.verdict}**{_thin(judged)}", counts(judged.ours), own))
     return "\n".join([*lines, ""])
 
 
@@ -295,6 +338,7 @@ def as_json(report: Report) -> list[dict[str, Any]]:
                     "column": cell.column,
                     "metric": cell.metric or cell.series or "ratio",
                     "variant": report.results.variant,
+                    "code": report.results.code,
                     "published": cell.published,
                     "ours": _finite(ours.value),
                     "low": _finite(ours.low),

@@ -25,6 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from recleak.errors import ConfigError, RecleakError, unknown_name
+from recleak.machine import cores as cores
+from recleak.machine import kept_to, shares
 from recleak.papers.base import Paper, Scalar, runner_module
 from recleak.papers.store import Question, Results, Store
 from recleak.terminal import err, say
@@ -41,7 +43,7 @@ class Measured:
     series: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     "By name: numbers, or pairs (x, y)."
     seconds: float = 0.0
-    "What it took, training included in the first ask of a run."
+    "What the ask cost in that run: for an attack its own time, for utility the training."
 
 
 class Runner(Protocol):
@@ -176,11 +178,6 @@ def measure_all(paper: Paper, runs: Sequence[Run], store: Store, *, workers: int
     return failed
 
 
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _here(paper: Paper, runs: Sequence[Run], store: Store) -> Iterator[tuple[Run, Outcome]]:
     for run in runs:
         yield run, measure(paper.runner, run, store, threads=cores())
@@ -221,23 +218,23 @@ def _keep(store: Store, wanted: Wanted, seed: int, got: Measured) -> list[str]:
 
 
 def _beside(paper: Paper, runs: Sequence[Run], store: Store, workers: int) -> Iterator[tuple[Run, Outcome]]:
-    """Each run in a process of its own, which gives its memory back and takes nobody with it if it dies."""
+    """Each run in a process of its own, which keeps to its cores, gives its memory back, and may die alone."""
     context = multiprocessing.get_context("spawn")
-    threads, waiting = max(1, cores() // workers), list(reversed(runs))
-    going: dict[Connection, tuple[Run, SpawnProcess, float]] = {}
+    free, waiting = shares(workers), list(reversed(runs))
+    going: dict[Connection, tuple[Run, SpawnProcess, float, list[int]]] = {}
     try:
         while waiting or going:
-            while waiting and len(going) < workers:
-                run = waiting.pop()
+            while waiting and free:
+                run, share = waiting.pop(), free.pop(0)
                 receive, send = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(send, paper.runner, run, store, threads, sys.path))
-                with _interrupts_wait():
+                process = context.Process(target=_child, args=(send, paper.runner, run, store, len(share), sys.path))
+                with _interrupts_wait(), kept_to(share):
                     process.start()
                 send.close()
-                going[receive] = (run, process, time.perf_counter())
+                going[receive] = (run, process, time.perf_counter(), share)
             ready = multiprocessing.connection.wait(list(going))
             for receive in [each for each in going if each in ready]:
-                run, process, begin = going.pop(receive)
+                run, process, begin, share = going.pop(receive)
                 try:
                     outcome = receive.recv()
                 except EOFError:
@@ -246,9 +243,10 @@ def _beside(paper: Paper, runs: Sequence[Run], store: Store, workers: int) -> It
                     outcome = Outcome(time.perf_counter() - begin, (died,))
                 receive.close()
                 process.join()
+                free.append(share)
                 yield run, outcome
     finally:
-        for _, process, _ in going.values():
+        for _, process, *_ in going.values():
             process.terminate()
             process.join()
 

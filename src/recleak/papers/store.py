@@ -190,11 +190,21 @@ class Judged:
     claim: Claim
     ours: tuple[Verdict, ...]
     theirs: tuple[Verdict, ...]
+    seeds: tuple[int, ...]
+    "For each comparison, of its cell with the fewest."
 
     @property
     def verdict(self) -> Verdict:
         """On our numbers."""
         return self.claim.verdict(self.ours)
+
+    @property
+    def on_one_seed(self) -> bool:
+        """Whether our verdict would be another without the comparisons that have a cell with one seed."""
+        sure: list[Verdict] = [
+            judged if seeds > 1 else "not run" for judged, seeds in zip(self.ours, self.seeds, strict=True)
+        ]
+        return self.claim.verdict(sure) != self.verdict
 
     @property
     def published(self) -> Verdict:
@@ -231,7 +241,7 @@ class Results:
 
     def judge(self, claim: Claim) -> Judged:
         """The verdicts on a claim's comparisons."""
-        ours, theirs = [], []
+        ours, theirs, seeds = [], [], []
         for comparison in claim.holds_if:
             right = comparison.right
             mine = [self._interval(name) for name in comparison.cells]
@@ -241,7 +251,8 @@ class Results:
                 published.append(Point(value=right))
             ours.append(comparison.judge(mine[0], mine[1]))
             theirs.append(comparison.judge(published[0], published[1]))
-        return Judged(claim, tuple(ours), tuple(theirs))
+            seeds.append(min(self.ours(name).seeds for name in comparison.cells))
+        return Judged(claim, tuple(ours), tuple(theirs), tuple(seeds))
 
     def _interval(self, name: str) -> Ours | Point | None:
         ours = self.ours(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,15 +11,11 @@ import torch
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
+from recleak.machine import cores as cores
 from recleak.models.base import Params
 from recleak.training.cohort import Task, Trained, join, train
 from recleak.training.local import LocalData, steps_per_epoch
 from recleak.update import Update
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

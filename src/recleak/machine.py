@@ -1,0 +1,43 @@
+"""What this machine lets us use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(_allowed())
+
+
+def shares(processes: int) -> list[list[int]]:
+    """The cores for each of some processes side by side: no core twice; if there are too few, one each, in turn."""
+    allowed = _allowed()
+    if len(allowed) < processes:
+        return [[allowed[place % len(allowed)]] for place in range(processes)]
+    ends = [len(allowed) * place // processes for place in range(processes + 1)]
+    return [allowed[begin:end] for begin, end in pairwise(ends)]
+
+
+@contextmanager
+def kept_to(share: Collection[int]) -> Iterator[None]:
+    """This thread keeps to some cores, and so does, as long as it lives, a process that it starts here; where possible.
+
+    A process that chose its cores itself would be late: libraries count them, and start threads, when imported.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, share)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _allowed() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
