@@ -770,7 +770,7 @@ def test_alignment_reads_every_model(model: str, training: str) -> None:
     ("defense", "best"), [(FakeItems(4.0), 0.75), (RandomizedLabels(1.0), 0.73), (RandomizedLabels(4.0), 0.98)]
 )
 def test_fakes_and_flips_are_allowed_for(model: str, defense: Defense, best: float) -> None:
-    """Who reads all labels right has `best`: (k / 2 + q) / (k + q) with k fakes and q negatives; e^eps / (1 + e^eps)."""
+    """Who reads all labels right has `best`: (k / 2 + q) / (k + q) of k fakes and q negatives; e^eps / (1 + e^eps)."""
     (found,) = graded([GradientAlignment()], MODELS[model], TRAININGS["adam"], defense=defense)
     assert best - 0.1 < found.auc.value.mean() < best + 0.1
 

@@ -125,12 +125,13 @@ def _level_counts(train: Interactions, levels: Sequence[float]) -> NDArray[np.in
 
 
 def _scaled(values: NDArray[np.float64], active: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Columns from [min, max] over the active users to [-1, 1]; 0 where there is nothing to compare."""
+    """Columns from [min, max] over the active users to [-1, 1]; 0 where they differ by no more than rounding."""
     scaled = np.zeros_like(values)
     if active.any():
         low, high = values[active].min(axis=0), values[active].max(axis=0)
-        width = np.where(high > low, high - low, np.inf)
-        scaled[active] = np.where(high > low, 2 * (values[active] - low) / width - 1, 0)
+        differ = high - low > 1e-12 * np.maximum(np.abs(low), np.abs(high))
+        width = np.where(differ, high - low, np.inf)
+        scaled[active] = np.where(differ, 2 * (values[active] - low) / width - 1, 0)
     return scaled
 
 
