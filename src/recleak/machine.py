@@ -1,8 +1,11 @@
-"""What this machine lets us use."""
+"""What this machine lets us use, and processes beside this one."""
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
 import os
+import signal
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -41,3 +44,23 @@ def kept_to(share: Collection[int]) -> Iterator[None]:
 
 def _allowed() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C is delivered after the block; processes started in it never get it, as it is their parent's business."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent() -> None:
+    """For a thread of a child process: a killed parent cannot say that it is gone."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)

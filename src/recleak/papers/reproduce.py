@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import os
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -26,7 +24,7 @@ from rich.progress import Progress as RichProgress
 
 from recleak.errors import ConfigError, RecleakError, unknown_name
 from recleak.machine import cores as cores
-from recleak.machine import kept_to, shares
+from recleak.machine import end_with_parent, interrupts_wait, kept_to, shares
 from recleak.papers.base import Paper, Scalar, runner_module
 from recleak.papers.store import Question, Results, Store
 from recleak.terminal import err, say
@@ -228,7 +226,7 @@ def _beside(paper: Paper, runs: Sequence[Run], store: Store, workers: int) -> It
                 run, share = waiting.pop(), free.pop(0)
                 receive, send = context.Pipe(duplex=False)
                 process = context.Process(target=_child, args=(send, paper.runner, run, store, len(share), sys.path))
-                with _interrupts_wait(), kept_to(share):
+                with interrupts_wait(), kept_to(share):
                     process.start()
                 send.close()
                 going[receive] = (run, process, time.perf_counter(), share)
@@ -254,29 +252,9 @@ def _beside(paper: Paper, runs: Sequence[Run], store: Store, workers: int) -> It
 def _child(send: Connection, runner: str, run: Run, store: Store, threads: int, path: list[str]) -> None:
     """A process begins: no interrupts, it ends with its parent, and imports what its parent can."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     sys.path[:] = path
     send.send(measure(runner, run, store, threads=threads))
-
-
-def _end_with_parent() -> None:
-    """A killed parent cannot say that it is gone."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C is delivered after the block; a process started in it never gets it, as it is its parent's business."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --- progress -----------------------------------------------------------------------------------------------------

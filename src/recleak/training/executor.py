@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import os
 import pickle
 import signal
 import tempfile
@@ -31,6 +30,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from recleak.errors import ConfigError, DataError, RecleakError
+from recleak.machine import end_with_parent, interrupts_wait
 from recleak.models.base import Params
 from recleak.training.chunks import cores, one_thread
 from recleak.training.cohort import Task, Trained, train
@@ -125,7 +125,7 @@ class Workers:
                 initargs=(_packed(assignment),),
             )
             try:
-                with _interrupts_wait():
+                with interrupts_wait():
                     for _ in range(width):  # all of them start now, side by side
                         pool.submit(_nothing)
                 yield _WorkerSession(pool, width, Path(folder))
@@ -152,19 +152,6 @@ def _packed(assignment: Assignment) -> bytes:
             f"Got a model, defense or optimizer that cannot be sent to a worker process ({error}).\n"
             "  Define its classes and functions at the top level of a module, or use the executor InProcess."
         ) from error
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C is delivered after the block; processes started in it never get it, as it is their parent's business."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -205,17 +192,10 @@ def _begin(assignment: bytes) -> None:
     """A worker process starts: one thread, no interrupts, and it ends with its parent."""
     global _assignment
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     threadpool_limits(1)  # for good: nothing undoes it
     _assignment = pickle.loads(assignment)  # noqa: S301 (from our parent, as all that Python gives a child process)
-
-
-def _end_with_parent() -> None:
-    """A killed parent cannot say that it is gone."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _nothing() -> None:
