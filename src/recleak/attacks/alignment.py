@@ -192,19 +192,14 @@ def aligned(knowledge: Knowledge, received: Params, update: Update, expected: Te
     there is noise on it. The one that separates a client's rows better is taken.
     """
     guess = (expected / update.offset.diff().clamp(min=1))[update.owner]  # f32[N]: nothing is known of a row yet
-    odds, gain = None, None
-    for uploaded in (False, True):
+
+    def read(uploaded: bool) -> tuple[Tensor, Tensor]:
         along, _, _ = projections(knowledge, received, update, guess, expected, uploaded=uploaded)
         slope, middle, separation = _split(along, update, expected)
-        mine = (along - middle[update.owner]) * slope[update.owner]
-        if odds is None or gain is None:
-            odds, gain = mine, separation
-        else:
-            better = separation > gain
-            odds = torch.where(better[update.owner], mine, odds)
-    if odds is None:
-        raise AssertionError("the loop runs")
-    return odds
+        return (along - middle[update.owner]) * slope[update.owner], separation
+
+    (before, apart_before), (after, apart_after) = read(False), read(True)
+    return torch.where((apart_after > apart_before)[update.owner], after, before)
 
 
 def described(knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor) -> Tensor:

@@ -144,7 +144,6 @@ def _defense(name: str, strength: float, published: bool) -> Defense:
         return Chain((ClipByNorm(1.0, per="unit"), noise)) if published else noise
     made: dict[str, Defense] = {
         "proximal": Proximal(strength, "squared" if published else "plain"),
-        "proximal-squared": Proximal(strength, "squared"),
         "dense-noise": GaussianNoise(strength, rows="all"),
         "sign": SignOnly(),
         "randomized-labels": RandomizedLabels(strength),
