@@ -11,12 +11,12 @@ from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, WhichItems
 from recleak.attacks.membership import AllPositive, FromUploads, RandomGuess
 from recleak.attacks.shadow import ShadowClients
-from recleak.audit import grade_items, pairs_seen, truth_of
 from recleak.data.source import open_data
 from recleak.data.split import leave_one_out
 from recleak.defenses.base import Defense
 from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.proximal import Proximal
+from recleak.grading import grade_items, pairs_seen, truth_of
 from recleak.models.ncf import NCF
 from recleak.protocols.federated import Federated, train_federated
 from recleak.recording import Listening

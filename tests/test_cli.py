@@ -16,10 +16,14 @@ from recleak.data import catalog, store
 COMMANDS = [
     [],
     ["audit"],
+    ["report"],
+    ["compare"],
+    ["schema"],
     ["doctor"],
     ["data"],
     *[["data", each] for each in ("list", "get", "describe", "convert", "synthesize")],
 ]
+QUICK = ("--model", "mf", "--factors", "4", "--rounds", "1", "--epochs", "1")
 TABLE = "who,what,stars,when\n" + "".join(f"u{n % 7},i{n % 5},{1 + n % 5},{1000 + n}\n" for n in range(70))
 PEOPLE = "who,age,city\n" + "".join(f"u{n},{20 + n},{'ab'[n % 2]}\n" for n in range(7))
 
@@ -52,22 +56,6 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     run("--version")
     assert __version__ in capsys.readouterr().out
-
-
-def test_audit_prints_a_table_with_chance_and_writes_the_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("audit", "--out", str(tmp_path / "run"))
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("chance", "MostPop", "ItemKNN", "Hit@10", "Result:"))
-    result = json.loads((tmp_path / "run" / "utility.json").read_text())
-    assert len(result["fingerprint"]) == 64
-    chance, popular, neighbors = (row["metrics"]["Hit@10"] for row in result["models"])
-    assert chance["value"] < popular["low"]  # popularity says something
-    assert popular["value"] < neighbors["value"]  # and taste more
-    run("audit", "--json", "--negatives", "99", "--order", "random", "--out", str(tmp_path / "other"))
-    sampled = json.loads(capsys.readouterr().out)
-    assert sampled["models"][0]["metrics"]["Hit@10"]["value"] == pytest.approx(0.1)
 
 
 def test_describe_a_table_of_ones_own(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,29 +164,49 @@ def test_names_with_markup_are_shown_as_they_are(tmp_path: Path, capsys: pytest.
     log.write_text("user,item\n[red]1,a\n[/red]2,b\n")
     (tmp_path / "people.csv").write_text("user,[bold]kind\n[red]1,[/bold]x\n[/red]2,[green]y\n")
     run("data", "describe", str(log), "--users", str(tmp_path / "people.csv"))
-    run("audit", "--data", "synthetic", "--out", str(tmp_path / "[bold]run"))
+    run(
+        "train",
+        "--model",
+        "mf",
+        "--factors",
+        "4",
+        "--rounds",
+        "1",
+        "--epochs",
+        "1",
+        "--out",
+        str(tmp_path / "[bold]run"),
+    )
     shown = capsys.readouterr().out
     assert "\n[bold]kind (2 classes" in shown
     assert "[/bold]x" in shown
     assert "log[red].csv" in shown
-    assert "[bold]run/utility.json" in shown
+    assert "[bold]run/result.json" in shown
     assert "\\[" not in shown
 
 
+@pytest.mark.heavy
 def test_audit_shows_what_the_reader_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"u{n % 20},i{n // 20},{n}" for n in range(480)]
     (tmp_path / "dirty[x].csv").write_text("\n".join(["user,item,time", *rows[:100], "u1,i3", *rows[100:]]) + "\n")
-    run("audit", "--data", str(tmp_path / "dirty[x].csv"), "--negatives", "10", "--out", str(tmp_path / "run"))
+    experiment = tmp_path / "experiment.toml"
+    experiment.write_text(
+        f"data = {{ name = {json.dumps(str(tmp_path / 'dirty[x].csv'))}, candidates = 10 }}\n"
+        'model = { use = "mf", factors = 4 }\nattacks = ["k-means"]\n'
+        'protocol = { use = "federated", rounds = 2, clients_per_round = 10 }\n'
+    )
+    run("audit", str(experiment), "--workers", "1", "--out", str(tmp_path / "run"))
     seen = capsys.readouterr()
     assert "dirty[x].csv, line 102: rows dropped; the first: 2 fields instead of 3" in seen.err
-    assert "20 users have fewer candidates than asked for" in seen.out
-    assert "line 102" in json.loads((tmp_path / "run" / "utility.json").read_text())["notes"][0]
+    assert "20 users have fewer than 10 candidates" in seen.err
+    notes = json.loads((tmp_path / "run" / "findings.json").read_text())["about"]["notes"]
+    assert any("line 102" in note for note in notes)
 
 
 def test_a_narrow_terminal_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(terminal.out, "_width", 40)
-        run("audit", "--out", str(tmp_path / "run"))
+        run("train", *QUICK, "--out", str(tmp_path / "run"))
         run("data", "describe", "synthetic")
     shown = capsys.readouterr().out
     assert "MostPop Hit@10 0." in shown

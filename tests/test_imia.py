@@ -128,3 +128,14 @@ def test_the_default_attack_knows_the_defense() -> None:
     made = imia.setting({**RUN, "defense": "fake-items", "strength": 4.0}, "as-written", 0)
     assert made.knowledge().defense.fakes == 4.0
     assert isinstance(imia.attack_of({"attack": "alignment"}, False, 120, 0), GradientAlignment)
+
+
+@pytest.mark.parametrize("variant", ["as-written", "as-published-code"])
+def test_every_cell_of_the_paper_can_be_set_up(variant: str) -> None:
+    cells = [cell for cell in load("imia").cells.values() if cell.ratio is None]
+    runs = {repr(sorted(cell.run.items())): cell.run for cell in cells}
+    for run in runs.values():
+        made = imia.setting(run, variant, 0)
+        assert type(made.model).__name__.lower() == run["model"]
+    for ask in {repr(cell.ask): cell.ask for cell in cells}.values():
+        imia._tap(made, ask)

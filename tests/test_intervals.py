@@ -12,10 +12,12 @@ from scipy import stats
 from recleak.metrics import intervals
 from recleak.metrics.intervals import (
     Estimate,
+    bootstrap_crossed,
     bootstrap_mean,
     bootstrap_ratio,
     bootstrap_two_level,
     clopper_pearson,
+    crossed_p,
 )
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -199,6 +201,152 @@ def test_two_levels_without_spread_have_no_width(values: list[list[float]]) -> N
 def test_two_levels_refuse(values: list[list[float]], options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bootstrap_two_level([np.array(each) for each in values], seed=0, **options)  # type: ignore[arg-type]
+
+
+# --- seeds that share users
+
+Ints: TypeAlias = NDArray[np.int64]
+
+
+def crossed_of(
+    rng: np.random.Generator, seeds: int, users: int, by_user: float, by_seed: float, by_both: float
+) -> tuple[list[Ints], list[Floats]]:
+    """The same users in every seed: the sum of a part by user, by seed and by both, normal with these deviations."""
+    values = (
+        by_user * rng.normal(size=users)
+        + by_seed * rng.normal(size=(seeds, 1))
+        + by_both * rng.normal(size=(seeds, users))
+    )
+    return [np.arange(users)] * seeds, list(values)
+
+
+def test_crossed_resamples_have_the_variance_they_say() -> None:
+    """t² A + max(0, t² B / S - z² R), with the mean squares of a two-way table, by their textbook formulas."""
+    rng = np.random.default_rng(20)
+    for seeds, users, by_user, by_seed in [(3, 50, 1.0, 0.5), (5, 20, 1.0, 0.0), (2, 40, 0.0, 0.2), (1, 30, 1.0, 0.0)]:
+        user, values = crossed_of(rng, seeds, users, by_user, by_seed, 1.0)
+        table = np.array(values)
+        a = table.mean(axis=0).var(ddof=1) / users
+        b = table.mean(axis=1).var(ddof=1) / seeds if seeds > 1 else 0.0
+        chance = table - table.mean(axis=0) - table.mean(axis=1)[:, None] + table.mean()
+        r = (chance**2).sum() / users**2 / seeds / max(seeds - 1, 1)
+        t_users, t_seeds = (stats.t.isf(0.025, degrees) if degrees else 0.0 for degrees in (users - 1, seeds - 1))
+        half = np.sqrt(t_users**2 * a + max(0, t_seeds**2 * b - 1.96**2 * r))
+        got = bootstrap_crossed(user, values, seed=0, resamples=20_000)
+        assert got.value == pytest.approx(table.mean())
+        assert got.n == users
+        assert [got.low, got.high] == pytest.approx([got.value - half, got.value + half], abs=0.05 * half)
+        level = 1 - crossed_p(user, [each - got.low for each in values])
+        assert level == pytest.approx(0.95, abs=0.01)  # the p value turns the interval round
+
+
+@pytest.mark.parametrize("between", [0.0, 3.0])
+def test_crossed_users_of_their_own_are_two_levels(between: float) -> None:
+    values = [
+        each[: 400 - 30 * place] for place, each in enumerate(seeds_of(np.random.default_rng(21), 4, 400, between))
+    ]
+    names = np.split(np.arange(sum(map(len, values))), np.cumsum([len(each) for each in values])[:-1])
+    expected = intervals._two_level_means(values, 0.95, 20_000, np.random.default_rng(0))
+    got = bootstrap_crossed(names, values, seed=0, resamples=20_000)
+    assert got.value == pytest.approx(expected.mean(), abs=4 * expected.std() / np.sqrt(20_000))
+    assert got.n == len(np.concatenate(values))
+    assert (got.high - got.low) / 2 / 1.96 == pytest.approx(expected.std(), rel=0.03)
+
+
+def test_crossed_users_count_once_however_many_seeds() -> None:
+    """A copy of a seed adds nothing, and users missing here and there change little."""
+    rng = np.random.default_rng(22)
+    values = rng.normal(size=300)
+    one = bootstrap_crossed([np.arange(300)], [values], seed=0, resamples=8000)
+    half = (one.high - one.low) / 2
+    kept = [np.sort(rng.permutation(300)[:295]) for _ in range(6)]
+    for user in ([np.arange(300)] * 6, kept, [each[::-1] for each in kept]):
+        got = bootstrap_crossed(user, [values[each] for each in user], seed=0, resamples=8000)
+        assert got.n == 300
+        assert (got.high - got.low) / 2 == pytest.approx(half, rel=0.05)
+
+
+def test_crossed_p_is_students_test() -> None:
+    rng = np.random.default_rng(23)
+    for mean in (0.0, 0.3, 5.0):
+        values = rng.normal(mean, 1, 80)
+        over_users = stats.ttest_1samp(values, 0).pvalue
+        assert crossed_p([np.arange(80)], [values]) == pytest.approx(max(over_users, 2.0**-79), rel=1e-6)
+    seeds = [0.1, 0.2, 0.4, 0.1]
+    over_seeds = stats.ttest_1samp(seeds, 0).pvalue
+    assert crossed_p([np.arange(80)] * 4, [np.full(80, each) for each in seeds]) == pytest.approx(over_seeds, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "p"),
+    [
+        ([[0.0] * 30] * 2, 1.0),
+        ([[1.0, -1.0, 2.0, -2.0]], 1.0),
+        ([[0.3] * 5] * 3, 2 / 2**5),
+        ([[1.0, 1.0, 1.0, 1.0 + 1e-9]], 2 / 2**4),
+        ([[2.0] * 1000], 1e-100),
+    ],
+)
+def test_crossed_p_of_no_spread(values: list[list[float]], p: float) -> None:
+    user = [np.arange(len(each)) for each in values]
+    assert crossed_p(user, [np.array(each) for each in values]) == pytest.approx(p)
+
+
+@pytest.mark.parametrize("values", [[[0.1] * 30], [[0.1] * 30] * 3])
+def test_crossed_without_spread_has_no_width(values: list[list[float]]) -> None:
+    got = bootstrap_crossed([np.arange(30)] * len(values), [np.array(each) for each in values], seed=0)
+    assert got.low == got.value == got.high == pytest.approx(0.1)
+
+
+def test_crossed_is_a_function_of_the_seed() -> None:
+    user, values = crossed_of(np.random.default_rng(24), 3, 30, 1.0, 0.1, 1.0)
+    assert bootstrap_crossed(user, values, seed=5) == bootstrap_crossed(user, values, seed=5)
+    assert bootstrap_crossed(user, values, seed=5) != bootstrap_crossed(user, values, seed=6)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("seeds", [1, 3, 5])
+@pytest.mark.parametrize(("by_user", "by_seed", "by_both"), [(0, 0, 1), (1, 0, 0.3), (1, 0.13, 0.3), (1, 1, 0.3)])
+def test_crossed_misses_and_alarms_as_seldom_as_it_says(
+    seeds: int, by_user: float, by_seed: float, by_both: float
+) -> None:
+    """Two levels miss the truth in 40 % with five seeds whose users are the same and differ."""
+    rng = np.random.default_rng(25)
+    missed, missed_by_two, alarms, repetitions = 0, 0, 0, 250
+    for i in range(repetitions):
+        user, values = crossed_of(rng, seeds, 60, by_user, by_seed if seeds > 1 else 0.0, by_both)
+        one, two = (
+            bootstrap_crossed(user, values, seed=i, resamples=400),
+            bootstrap_two_level(values, seed=i, resamples=100),
+        )
+        missed += not one.low <= 0 <= one.high
+        missed_by_two += not two.low <= 0 <= two.high
+        alarms += crossed_p(user, values) <= 0.05
+    for count in (missed, alarms):
+        assert stats.binomtest(count, repetitions, 0.05, alternative="greater").pvalue > 0.001
+        assert count > 0
+    if (seeds, by_user, by_seed) == (5, 1, 0):
+        assert missed_by_two > 0.3 * repetitions
+
+
+@pytest.mark.parametrize(
+    ("user", "values", "options", "message"),
+    [
+        ([], [], {}, "Got no seed in values"),
+        ([[1, 2]], [[0.1, 0.2], [0.1, 0.2]], {}, r"shape \(2,\), expected a user for each"),
+        ([[1, 2, 3]], [[0.1, 0.2]], {}, r"shape \(3,\), expected a user for each"),
+        ([[1, 1]], [[0.1, 0.2]], {}, "Got a user twice"),
+        ([[1], [1]], [[0.1], [0.2]], {}, "Got one user"),
+        ([[1, 2]], [[0.1, np.nan]], {}, "1 of 2 values that are NaN"),
+        ([[1, 2]], [[0.1, 0.2]], {"level": 95.0}, "level=95.0"),
+        ([[1, 2]], [[0.1, 0.2]], {"resamples": 0}, "resamples=0"),
+    ],
+)
+def test_crossed_refuses(
+    user: list[list[int]], values: list[list[float]], options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        bootstrap_crossed([np.array(each) for each in user], [np.array(each) for each in values], seed=0, **options)  # type: ignore[arg-type]
 
 
 # --- ratios

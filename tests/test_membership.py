@@ -37,7 +37,6 @@ from recleak.attacks.membership import (
     whole,
 )
 from recleak.attacks.shadow import ShadowClients, train_shadows
-from recleak.audit import GradedItems, grade_items, own_items, pairs_seen, truth_of
 from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
 from recleak.defenses.base import Defense
@@ -49,6 +48,7 @@ from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share
 from recleak.defenses.sparsify import SignOnly
 from recleak.errors import ConfigError
+from recleak.grading import GradedItems, grade_items, own_items, pairs_seen, truth_of
 from recleak.models.base import Model, Params
 from recleak.models.components import FanIn, Normal
 from recleak.models.feature_gcn import FeatureGCN

@@ -19,11 +19,11 @@ import pytest
 from recleak import cli, terminal
 from recleak.data.catalog import CATALOG
 from recleak.errors import ConfigError, NotFoundError, RecleakError
-from recleak.machine import kept_to, shares
+from recleak.machine import cores, kept_to, shares
 from recleak.papers import base
 from recleak.papers.base import Claim, Comparison, Paper, Point, Verdict
 from recleak.papers.render import Report, as_json, counts, sections, write_markdown
-from recleak.papers.reproduce import Selection, cores, plan, results_of
+from recleak.papers.reproduce import Selection, plan, results_of
 from recleak.papers.store import Judged, Ours, Question, Store, StoreError
 
 PAPER = """

@@ -76,7 +76,7 @@ def test_attacks_import_nothing_that_knows_the_truth() -> None:
     [
         "import recleak",
         "import recleak.protocols.federated",
-        "import recleak.audit as wire",
+        "import recleak.grading as wire",
         "from recleak import protocols",
         "from recleak import data as random",
         "from recleak import *",

@@ -1,14 +1,11 @@
-"""The command line: `recleak audit`, `recleak train`, `recleak data ...`, `recleak doctor`."""
+"""The command line: `recleak audit`, `report`, `compare`, `schema`, `train`, `reproduce`, `data ...`, `doctor`."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import cyclopts
 from cyclopts import Parameter
@@ -16,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from recleak import __version__
+from recleak.cli_audit import audit, compare, report_command, schema
 from recleak.cli_data import data_app
 from recleak.cli_reproduce import reproduce
-from recleak.cli_train import show_utility, train
+from recleak.cli_train import train
 from recleak.errors import RecleakError
 from recleak.terminal import err, out, say, say_json
 
@@ -30,68 +28,12 @@ app = cyclopts.App(
     suppress_keyboard_interrupt=False,  # `main` says what an interrupted run has saved
 )
 app.command(data_app)
+app.command(audit)
+app.command(report_command, name="report")
+app.command(compare)
+app.command(schema)
 app.command(train)
 app.command(reproduce)
-
-
-@app.command
-def audit(
-    *,
-    data: str = "synthetic",
-    preset: str | None = None,
-    order: Literal["time", "random"] = "time",
-    negatives: Annotated[
-        int | None, Parameter(help="Rank against this many sampled items (default: all items).")
-    ] = None,
-    seed: int = 0,
-    out_dir: Annotated[Path, Parameter(name="--out")] = Path("runs/quickstart"),
-    json_only: Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")] = False,
-) -> None:
-    """Train and grade the baselines MostPop and ItemKNN: the utility that a private recommender must keep.
-
-    Leave-one-out; Hit, NDCG and MRR with 95 % intervals (bootstrap over users); chance, exactly, in the first row.
-    Attacks and defenses are not part of this version.
-
-    Parameters
-    ----------
-    data
-        A name of the catalog, `synthetic` (embedded, no download), or a path.
-    preset
-        A paper's preprocessing, as listed by `recleak data list`.
-    order
-        The held-out item is the last in time, or a random one.
-    seed
-        Decides all draws.
-    out_dir
-        Where the result is written.
-    """
-    from recleak.data.source import open_data
-    from recleak.data.split import leave_one_out
-    from recleak.utility import compare, facts
-
-    interactions = open_data(data, preset)
-    split = leave_one_out(interactions, by=order, seed=seed)
-    comparison = compare(split, negatives=negatives, seed=seed)
-    result = {
-        **facts(data, preset, interactions, split, comparison),
-        "models": [dataclasses.asdict(row) for row in comparison.rows],
-    }
-    out_dir.mkdir(parents=True, exist_ok=True)
-    path = out_dir / "utility.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if json_only:
-        say_json(result)
-        return
-    show_utility(comparison.rows, Text(f"{data}: {interactions.n_users:,} users, {len(interactions):,} rows"))
-    graded = f"{comparison.users:,} users graded"
-    say(f"{split.recipe}; {comparison.candidates}; {graded}; 95 % intervals over users")
-    for what, count in split.decisions.items():
-        say(f"  {count:,} {what}")
-    if comparison.short_users:
-        say(f"  {comparison.short_users:,} users have fewer candidates than asked for")
-    for note in interactions.notes:
-        say(f"note: {note}", to=err, style="yellow")
-    say(f"Result: {path}")
 
 
 @app.command

@@ -49,7 +49,7 @@ def compare(
 
     In full ranking a user's training and validation items do not compete.
     """
-    known = split.train if len(split.valid) == 0 else _union(split.train, split.valid)
+    known = split.train if len(split.valid) == 0 else union(split.train, split.valid)
     sampled = None if negatives is None else evaluation_candidates(split, negatives, seed=seed)
     rows: list[Utility] = []
     ranks: Ranks | None = None
@@ -64,7 +64,7 @@ def compare(
     return Comparison([chance, *rows], len(ranks.users), recipe, 0 if sampled is None else sampled.short)
 
 
-def _union(first: Interactions, second: Interactions) -> Interactions:
+def union(first: Interactions, second: Interactions) -> Interactions:
     """Two parts of one split as one part."""
     rows = first.rows.vstack(second.rows).sort("user", maintain_order=True).rechunk()
     return Interactions(rows, first.users, first.items)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from recleak.defenses.spending import NoGuarantee, Spending
 from recleak.errors import ConfigError
 from recleak.models.components import Component, by_name, require_names
 from recleak.streams import Streams
@@ -78,6 +79,13 @@ class Defense:
     def component_names(self) -> Iterable[str]:
         """The components that its configuration names; `check` looks them up in a model."""
         return ()
+
+    def spends(self) -> tuple[Spending, ...]:
+        """What it spends of a client's privacy at each use; who states nothing is counted as no guarantee."""
+        if not (used := hooks(self)) and type(self) is Defense:
+            return ()
+        why = "It does not state what it spends, so nothing can be promised on its account."
+        return (NoGuarantee(repr(self), why, keeps="upload" not in used),)
 
 
 HOOKS = ("sharing", "data", "features", "penalty", "gradient", "epoch", "upload")
@@ -162,6 +170,10 @@ class Chain(Defense):
         """The names of all."""
         for defense in self.defenses:
             yield from defense.component_names()
+
+    def spends(self) -> tuple[Spending, ...]:
+        """The statements of all, in order."""
+        return tuple(statement for defense in self.defenses for statement in defense.spends())
 
 
 def hooks(defense: Defense) -> frozenset[str]:

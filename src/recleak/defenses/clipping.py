@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recleak.defenses.base import Defense
+from recleak.defenses.spending import Bound, Spending
 from recleak.streams import Streams
 from recleak.update import Update
 
@@ -78,6 +79,10 @@ class ClipByNorm(Defense):
     def component_names(self) -> Iterable[str]:
         """The components that it clips, if only some."""
         return self.components or ()
+
+    def spends(self) -> tuple[Spending, ...]:
+        """A bound for noise that comes after it."""
+        return (Bound(repr(self), self.bound, self.per, self.components),)
 
     def _factor(self, squared: Tensor) -> Tensor:
         """What to multiply with, f64, for squared norms: 1 within the bound, 0 if they are not finite."""

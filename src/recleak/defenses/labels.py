@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from recleak.defenses.base import Defense
+from recleak.defenses.spending import FlippedLabels, NoGuarantee, Spending
 from recleak.errors import ConfigError
 from recleak.streams import Streams
 from recleak.training.local import LocalData
@@ -62,6 +63,10 @@ class RandomizedLabels(Defense):
         """1 / (1 + e^epsilon)."""
         return exp(-self.epsilon) / (1 + exp(-self.epsilon))
 
+    def spends(self) -> tuple[Spending, ...]:
+        """Randomized response of labels, drawn once."""
+        return (FlippedLabels(repr(self), self.epsilon),)
+
     def data(self, data: LocalData, streams: Streams) -> LocalData:
         """The same examples with randomized labels."""
         if self.epsilon == inf:
@@ -105,6 +110,14 @@ class FakeItems(Defense):
     def fakes(self) -> float:
         """`per_positive`: fewer for a client that runs out of other items."""
         return self.per_positive
+
+    def spends(self) -> tuple[Spending, ...]:
+        """No guarantee: what is real is sent as before."""
+        why = (
+            "Fake items stand beside the real ones, and every real one is still there: an item that a client does not "
+            "touch is certainly not its own, and who knows tastes or popularity tells fakes from the rest."
+        )
+        return (NoGuarantee(repr(self), why),)
 
     def data(self, data: LocalData, streams: Streams) -> LocalData:
         """The examples, and after those of each client its fakes."""

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from recleak.defenses.base import Defense
+from recleak.defenses.spending import Noise, Spending
 from recleak.streams import Streams
 from recleak.update import Update
 
@@ -79,6 +80,10 @@ class GaussianNoise(_AdditiveNoise):
     def _scale(self) -> Scale:
         return self.std
 
+    def spends(self) -> tuple[Spending, ...]:
+        """Gaussian noise; what that is worth depends on the bound before it."""
+        return (Noise(repr(self), "gaussian", self.std, self.rows == "all"),)
+
     def _draw(self, update: Update, name: str, streams: Streams) -> Tensor:
         return streams.normal_like(update, name)
 
@@ -96,6 +101,10 @@ class LaplaceNoise(_AdditiveNoise):
 
     def _scale(self) -> Scale:
         return self.scale
+
+    def spends(self) -> tuple[Spending, ...]:
+        """Laplace noise; what that is worth depends on the bound before it."""
+        return (Noise(repr(self), "laplace", self.scale, self.rows == "all"),)
 
     def _draw(self, update: Update, name: str, streams: Streams) -> Tensor:
         return streams.laplace_like(update, name)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recleak.defenses.base import Chain, Defense, hooks
+from recleak.defenses.spending import NoGuarantee, Spending
 from recleak.update import Update
 
 Norm = Literal["plain", "squared"]
@@ -54,6 +55,14 @@ class Proximal(Defense):
     def component_names(self) -> Iterable[str]:
         """The components that are held back."""
         return self.components
+
+    def spends(self) -> tuple[Spending, ...]:
+        """No guarantee: nothing is bounded, nothing is random."""
+        why = (
+            "It makes changes smaller, but none is bounded and nothing is random: a smaller change in the same "
+            "direction tells the same, and which items are touched shows as before."
+        )
+        return (NoGuarantee(repr(self), why),)
 
     def _size(self, squared: Tensor) -> Tensor:
         """The norm, or its square, for squared norms."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recleak.defenses.base import Defense
+from recleak.defenses.spending import NoGuarantee, Spending
 
 
 @dataclass(frozen=True)
@@ -21,3 +22,11 @@ class SecureAggregation(Defense):
     def secure_aggregation(self) -> bool:
         """Always."""
         return True
+
+    def spends(self) -> tuple[Spending, ...]:
+        """No guarantee: the sum is exact."""
+        why = (
+            "It hides who sent what, but the sum is exact: how well a client hides in it depends on the others, and "
+            "what one client alone touched is in it as it was sent. Noise against the aggregator is not part of it."
+        )
+        return (NoGuarantee(repr(self), why),)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from recleak.defenses.base import Defense
+from recleak.defenses.spending import NoGuarantee, Spending
 from recleak.models import components as parts
 from recleak.models.components import Component
 
@@ -25,6 +26,11 @@ class ShareLess(Defense):
         """The components that it keeps, if it names them."""
         return self.components or ()
 
+    def spends(self) -> tuple[Spending, ...]:
+        """No guarantee: what is sent is exact."""
+        why = "Less is sent, but what is sent is exact: which items a client touched, and how they moved."
+        return (NoGuarantee(repr(self), why),)
+
 
 @dataclass(frozen=True)
 class Share(Defense):
@@ -43,3 +49,7 @@ class Share(Defense):
     def component_names(self) -> Iterable[str]:
         """The components that it sends, if it names them."""
         return self.components or ()
+
+    def spends(self) -> tuple[Spending, ...]:
+        """No guarantee: it sends more, not less."""
+        return (NoGuarantee(repr(self), "It states what is sent, exactly as it is. It protects nothing."),)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recleak.defenses.base import Defense
+from recleak.defenses.spending import Bound, NoGuarantee, Spending
 from recleak.streams import Streams
 from recleak.update import Update
 
@@ -34,6 +35,16 @@ class SignOnly(Defense):
             raise ValueError(
                 f"Got step={self.step}, expected a finite number above 0, or None for the mean absolute value."
             )
+
+    def spends(self) -> tuple[Spending, ...]:
+        """No guarantee. A given step bounds each number; the mean absolute value never lifts a component's l2 norm."""
+        if self.step is not None:
+            return (Bound(repr(self), self.step, "number", keeps=False),)
+        why = (
+            "How far a number moved is hidden, but nothing is random: which items are touched shows, and so does the "
+            "direction in which each moved, which tells own items from others."
+        )
+        return (NoGuarantee(repr(self), why),)
 
     def upload(self, update: Update, streams: Streams) -> Update:
         """Signs times sizes."""

@@ -8,13 +8,14 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import optimize, special, stats
 
 from recleak.random import bits
 
 _Floats: TypeAlias = NDArray[np.float64]
 
 _CHUNK = 1 << 22  # resampled values held at a time, or one resample if the sample is larger
+_LEAST_P = 1e-100  # a p value below it is given as it
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,60 @@ def bootstrap_two_level(
     means = _two_level_means(samples, level, resamples, _generator(seed, "two-level bootstrap"))
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Estimate(_mean_of_means(samples), float(low), float(high), sum(map(len, samples)))
+
+
+def bootstrap_crossed(
+    user: Sequence[NDArray[np.int64]],
+    values: Sequence[NDArray[np.float64]],
+    *,
+    seed: int,
+    level: float = 0.95,
+    resamples: int = 2000,
+) -> Estimate:
+    """The mean over seeds of the mean over users, with an interval for other seeds and users; seeds may share users.
+
+    values[s] holds the value of each user[s] under seed s; `n` is the number of different users. Users are resampled
+    with all their seeds at once (Owen 2007, "The pigeonhole bootstrap"): who is lucky in every seed counts once. Seeds
+    are too few to be resampled, so their part is normal. The resamples have the variance A + max(0, k² B / S - R) with
+    A the users' part, B the unbiased variance of the seed means, R what A and B / S have in common (chance by user and
+    seed) and k as in `bootstrap_two_level`; A is widened as Student's interval for the users is. If every seed has
+    users of its own, R is A, and this is the variance there. One seed says nothing about others: the interval is for
+    this seed only. Of 60 users or fewer with very lopsided values (an exponential law) an interval of 95 % covers 92 %.
+    """
+    parts = _Crossed.of(user, values)
+    _check_level(level)
+    _check_resamples(resamples)
+    n, value, tail = len(parts.by_user), parts.value, (1 - level) / 2
+    of_users, of_seeds = np.sqrt(parts.squares(tail)) / stats.norm.isf(tail)  # standard errors, widened
+    if of_users == of_seeds == 0:
+        return Estimate(value, value, value, n)
+    generator = _generator(seed, "crossed bootstrap")
+    means = value + of_seeds * generator.standard_normal(resamples)
+    if of_users > 0:
+        widening = of_users / (parts.by_user.std() / np.sqrt(n))
+        means += widening * _resampled_means(parts.by_user, resamples, generator)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(value, float(low), float(high), n)
+
+
+def crossed_p(user: Sequence[NDArray[np.int64]], values: Sequence[NDArray[np.float64]]) -> float:
+    """The two-sided p value of a mean of 0, for values as in `bootstrap_crossed`.
+
+    One minus the level at which the interval of that variance, taken as normal, would end at 0: with one seed this is
+    Student's test over users, with users that do not differ his test over seeds. No less than 2 / 2^n, what n users of
+    one sign are worth; 1 if all values are 0.
+    """
+    parts = _Crossed.of(user, values)
+    if parts.value == 0:
+        return 1.0
+    least = max(2.0 ** (1 - len(parts.by_user)), _LEAST_P)
+
+    def excess(logarithm: float) -> float:
+        return float(parts.squares(np.exp(logarithm) / 2).sum() - parts.value**2)
+
+    if excess(np.log(least)) <= 0:
+        return least
+    return float(np.exp(optimize.brentq(excess, np.log(least), 0.0)))
 
 
 def bootstrap_ratio(
@@ -215,6 +270,47 @@ def _seed_scale(samples: list[NDArray[np.float64]], level: float) -> float:
     tail = (1 - level) / 2
     k = float(stats.t.isf(tail, seeds - 1) / stats.norm.isf(tail))
     return float(np.sqrt(seeds / (seeds - 1) * max(0.0, k**2 - within / between)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Crossed:
+    """The mean of values by seed and user, and how far users and seeds may move it. S seeds, n users."""
+
+    value: float
+    by_user: NDArray[np.float64]  # f64[n], the deviation of the mean by user, 0 on average
+    seeds: int
+    between: float  # B / S
+    common: float  # R
+
+    @classmethod
+    def of(cls, user: Sequence[NDArray[np.int64]], values: Sequence[NDArray[np.float64]]) -> _Crossed:
+        samples = _checked_seeds(values, "values")
+        names = [np.asarray(each) for each in user]
+        if [each.shape for each in names] != [each.shape for each in samples]:
+            got = ", ".join(str(each.shape) for each in names)
+            raise ValueError(f"Got users of shape {got or 'no seed'}, expected a user for each value of each seed.")
+        if any(len(np.unique(each)) < len(each) for each in names):
+            raise ValueError("Got a user twice in one seed, expected one value for each user and seed.")
+        users = np.unique(np.concatenate(names))
+        seeds, n = len(samples), len(users)
+        if n < 2:
+            raise ValueError("Got one user, expected at least two: one user says nothing about others.")
+        table = np.zeros((seeds, n))  # what each user adds to each seed's mean
+        for row, each, sample in zip(table, names, samples, strict=True):
+            row[np.searchsorted(users, each)] = 0 if np.ptp(sample) == 0 else (sample - sample.mean()) / len(sample)
+        several = seeds > 1
+        between = np.var([each.mean() for each in samples], ddof=1) / seeds if several else 0.0
+        common = table.var(axis=0, ddof=1).sum() / seeds if several else 0.0
+        return cls(_mean_of_means(samples), n * table.mean(axis=0), seeds, float(between), float(common))
+
+    def squares(self, tail: float) -> NDArray[np.float64]:
+        """What users and seeds add to the square of half the interval, f64[2]: t² A and max(0, t² B / S - z² R)."""
+        n = len(self.by_user)
+        of_users = special.stdtrit(n - 1, tail) ** 2 * self.by_user.var(ddof=1) / n
+        if self.seeds == 1:
+            return np.array([of_users, 0.0])
+        of_seeds = special.stdtrit(self.seeds - 1, tail) ** 2 * self.between - special.ndtri(tail) ** 2 * self.common
+        return np.array([of_users, max(0.0, of_seeds)])
 
 
 def _mean_of_means(samples: list[NDArray[np.float64]]) -> float:

@@ -48,7 +48,6 @@ from recleak.attacks.membership import (
     RandomGuess,
 )
 from recleak.attacks.shadow import ShadowClients, train_shadows
-from recleak.audit import claimed_interactions, grade_items, own_items, pairs_seen, truth_of
 from recleak.data.interactions import Interactions
 from recleak.data.predictability import attribute_auc
 from recleak.data.prepare import at_least
@@ -62,6 +61,7 @@ from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.proximal import Proximal
 from recleak.defenses.sparsify import SignOnly
 from recleak.errors import ConfigError, unknown_name
+from recleak.grading import claimed_interactions, grade_items, own_items, pairs_seen, truth_of
 from recleak.metrics.inference import auc_by_user
 from recleak.metrics.ranking import rank
 from recleak.models.base import Model
@@ -142,16 +142,16 @@ def _defense(name: str, strength: float, published: bool) -> Defense:
     if name == "ldp":
         noise = GaussianNoise(strength**0.5 if published else strength)
         return Chain((ClipByNorm(1.0, per="unit"), noise)) if published else noise
-    made: dict[str, Defense] = {
-        "proximal": Proximal(strength, "squared" if published else "plain"),
-        "dense-noise": GaussianNoise(strength, rows="all"),
-        "sign": SignOnly(),
-        "randomized-labels": RandomizedLabels(strength),
-        "fake-items": FakeItems(strength),
+    makers: dict[str, Callable[[], Defense]] = {
+        "proximal": lambda: Proximal(strength, "squared" if published else "plain"),
+        "dense-noise": lambda: GaussianNoise(strength, rows="all"),
+        "sign": SignOnly,
+        "randomized-labels": lambda: RandomizedLabels(strength),
+        "fake-items": lambda: FakeItems(strength),
     }
-    if name not in made:
-        raise unknown_name("defense", name, ["none", "ldp", *made])
-    return made[name]
+    if name not in makers:
+        raise unknown_name("defense", name, ["none", "ldp", *makers])
+    return makers[name]()
 
 
 def attack_of(ask: Mapping[str, Scalar], published: bool, users: int, seed: int) -> FromUploads | FromSums:

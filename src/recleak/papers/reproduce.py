@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
-import signal
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as RichProgress
 
 from recleak.errors import ConfigError, RecleakError, unknown_name
-from recleak.machine import cores as cores
-from recleak.machine import end_with_parent, interrupts_wait, kept_to, shares
+from recleak.jobs import do_all
 from recleak.papers.base import Paper, Scalar, runner_module
 from recleak.papers.store import Question, Results, Store
-from recleak.terminal import err, say
-
-_WIDE = 70  # characters from which there is room for a bar
 
 
 @dataclass(frozen=True)
@@ -150,57 +136,24 @@ def _answered(store: Store, question: Question, seed: int, names: set[str]) -> b
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run went: seconds, and what went wrong (the message, and for what nobody foresaw the traceback)."""
-
-    seconds: float
-    problems: tuple[str, ...] = ()
-
-
 def measure_all(paper: Paper, runs: Sequence[Run], store: Store, *, workers: int = 1) -> int:
     """Measure what is missing and store it; returns how many runs failed. An error in one does not stop the others."""
-    if workers < 1:
-        raise ConfigError(f"workers is {workers}, expected at least 1.")
     runner_module(paper)  # an import that fails does so here, once
-    workers = min(workers, max(1, len(runs)))
-    outcomes = _here(paper, runs, store) if workers == 1 else _beside(paper, runs, store, workers)
-    failed = 0
-    with _Progress(len(runs)) as progress:
-        try:
-            for run, outcome in outcomes:
-                failed += bool(outcome.problems)
-                progress.done(run, outcome)
-        except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt("interrupted; what was measured is stored: run again to continue.") from interrupt
-    return failed
+    outcomes = do_all(runs, partial(measure, runner=paper.runner, store=store), workers=workers)
+    return sum(bool(outcome.problems) for outcome in outcomes.values())
 
 
-def _here(paper: Paper, runs: Sequence[Run], store: Store) -> Iterator[tuple[Run, Outcome]]:
-    for run in runs:
-        yield run, measure(paper.runner, run, store, threads=cores())
-
-
-def measure(runner: str, run: Run, store: Store, *, threads: int) -> Outcome:
-    """One run, each answer stored as it comes."""
-    begin, problems = time.perf_counter(), []
-    try:
-        module, _, function = runner.partition(":")
-        call: Runner = getattr(import_module(module), function)
-        first, asks = run.wanted[0].question, [wanted.question.ask for wanted in run.wanted]
-        answers = iter(call(first.run, asks, variant=first.variant, seed=run.seed, threads=threads))
-        for wanted in run.wanted:
-            got = next(answers, None)
-            if got is None:
-                raise ConfigError(
-                    f"{runner}: fewer answers than the {len(asks)} asks, expected one for each, in order."
-                )
-            problems += _keep(store, wanted, run.seed, got)
-    except RecleakError as error:
-        problems.append(str(error))
-    except Exception:
-        problems.append(traceback.format_exc().rstrip())
-    return Outcome(time.perf_counter() - begin, tuple(problems))
+def measure(run: Run, threads: int, *, runner: str, store: Store) -> Iterator[str]:
+    """One run, each answer stored as it comes; yields what is wrong with answers."""
+    module, _, function = runner.partition(":")
+    call: Runner = getattr(import_module(module), function)
+    first, asks = run.wanted[0].question, [wanted.question.ask for wanted in run.wanted]
+    answers = iter(call(first.run, asks, variant=first.variant, seed=run.seed, threads=threads))
+    for wanted in run.wanted:
+        got = next(answers, None)
+        if got is None:
+            raise ConfigError(f"{runner}: fewer answers than the {len(asks)} asks, expected one for each, in order.")
+        yield from _keep(store, wanted, run.seed, got)
 
 
 def _keep(store: Store, wanted: Wanted, seed: int, got: Measured) -> list[str]:
@@ -213,100 +166,6 @@ def _keep(store: Store, wanted: Wanted, seed: int, got: Measured) -> list[str]:
     given = {*got.metrics, *got.series}
     lacking = sorted(wanted.names - given)
     return [f"{what}: got {', '.join(sorted(given))}, expected also {', '.join(lacking)}."] if lacking else []
-
-
-def _beside(paper: Paper, runs: Sequence[Run], store: Store, workers: int) -> Iterator[tuple[Run, Outcome]]:
-    """Each run in a process of its own, which keeps to its cores, gives its memory back, and may die alone."""
-    context = multiprocessing.get_context("spawn")
-    free, waiting = shares(workers), list(reversed(runs))
-    going: dict[Connection, tuple[Run, SpawnProcess, float, list[int]]] = {}
-    try:
-        while waiting or going:
-            while waiting and free:
-                run, share = waiting.pop(), free.pop(0)
-                receive, send = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(send, paper.runner, run, store, len(share), sys.path))
-                with interrupts_wait(), kept_to(share):
-                    process.start()
-                send.close()
-                going[receive] = (run, process, time.perf_counter(), share)
-            ready = multiprocessing.connection.wait(list(going))
-            for receive in [each for each in going if each in ready]:
-                run, process, begin, share = going.pop(receive)
-                try:
-                    outcome = receive.recv()
-                except EOFError:
-                    process.join()
-                    died = f"its process died (exit code {process.exitcode}). If memory ran out, use fewer workers."
-                    outcome = Outcome(time.perf_counter() - begin, (died,))
-                receive.close()
-                process.join()
-                free.append(share)
-                yield run, outcome
-    finally:
-        for _, process, *_ in going.values():
-            process.terminate()
-            process.join()
-
-
-def _child(send: Connection, runner: str, run: Run, store: Store, threads: int, path: list[str]) -> None:
-    """A process begins: no interrupts, it ends with its parent, and imports what its parent can."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    sys.path[:] = path
-    send.send(measure(runner, run, store, threads=threads))
-
-
-# --- progress -----------------------------------------------------------------------------------------------------
-
-
-class _Progress:
-    """Runs done and time left: a bar in a terminal, else a line for each run. Problems are always lines."""
-
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        beside = (BarColumn(),) if err.width >= _WIDE else ()
-        self._bar = RichProgress(
-            TextColumn("run"),
-            MofNCompleteColumn(),
-            *beside,
-            TextColumn("{task.fields[left]}"),
-            console=err,
-            disable=not (err.is_terminal and total),
-            transient=True,
-        )
-        self._total, self._count, self._clock, self._since = total, 0, clock, clock()
-        self._task = self._bar.add_task("runs", total=total, left="")
-
-    def done(self, run: Run, outcome: Outcome) -> None:
-        """One more is over."""
-        self._count += 1
-        left = (self._clock() - self._since) / self._count * (self._total - self._count)
-        shown = f"{_time(left)} left" if self._count < self._total else ""
-        self._bar.update(self._task, completed=self._count, left=shown)
-        if not err.is_terminal:
-            line = f"run {self._count}/{self._total}: {run.label}: {_time(outcome.seconds)}"
-            say(f"{line}; {shown}" if shown else line, to=err)
-        for problem in outcome.problems:
-            say(f"error: {run.label}: {problem}", to=err, style="red")
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-
-def _time(seconds: float) -> str:
-    """A duration that is easily read.
-
-    >>> _time(3.21), _time(130), _time(7500)
-    ('3.2 s', '2 min 10 s', '2 h 5 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def store_of(paper: Paper, folder: Path) -> Store:

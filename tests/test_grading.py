@@ -10,11 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.attacks.base import WhichItems
-from recleak.audit import claimed_interactions, claims, grade_items, own_items, pairs_seen, truth_of
 from recleak.data.interactions import Interactions
+from recleak.grading import (
+    claimed_interactions,
+    claims,
+    grade_items,
+    grade_users,
+    own_items,
+    pairs_seen,
+    shuffled,
+    truth_of,
+)
+from recleak.metrics.inference import auc, auc_by_user
 
 TRAIN = Interactions.build(pl.DataFrame({"user": [0, 0, 1, 1, 3, 3, 3, 2], "item": [4, 1, 1, 0, 2, 3, 2, 5]}))
 PAIRS = {(0, 1), (0, 4), (1, 0), (1, 1), (2, 5), (3, 2), (3, 3)}
@@ -198,3 +209,75 @@ def test_what_is_exposed_is_what_the_curve_says() -> None:
     assert found.exposed.value.mean() == pytest.approx(found.tpr["1%"])
     assert found.tpr["0.1%"] is None
     assert 0.1 < found.exposed.value.mean() < 0.5
+
+
+# --- user by user -----------------------------------------------------------------------------------------------------
+
+
+def _drawn(users: int = 40, each: int = 50) -> tuple[WhichItems, NDArray[np.float64], NDArray[np.bool_]]:
+    generator = np.random.default_rng(3)
+    client, item = np.repeat(np.arange(users), each), np.tile(np.arange(each), users)
+    truth = generator.random(len(client)) < 0.2
+    score = np.round(generator.normal(size=len(client)) + truth, 1)  # with ties
+    return WhichItems(torch.from_numpy(client), torch.from_numpy(item)), score, truth
+
+
+def test_grades_of_users_agree_with_those_of_all() -> None:
+    ask, score, truth = _drawn()
+    user = ask.client.numpy()
+    valid = user % 4 == 0
+    graded = grade_users(ask, torch.from_numpy(score), truth, valid)
+    every = grade_items(ask, torch.from_numpy(score), truth)
+    frame = graded.users
+    assert frame["user"].to_list() == list(range(40))
+    assert frame["valid"].to_list() == [place % 4 == 0 for place in range(40)]
+    assert np.array_equal(frame["auc"].to_numpy(), every.auc.value)
+    assert np.array_equal(frame["f1"].to_numpy(), every.f1.value)
+    assert graded.pooled_auc == auc(score[~valid], truth[~valid])
+    assert graded.roc[0] == (0.0, 0.0)
+    assert graded.roc[-1] == (1.0, 1.0)
+    for place in range(40):
+        mine = user == place
+        assert frame["positives"][place] == truth[mine].sum()
+        assert frame["negatives"][place] == (~truth[mine]).sum()
+
+
+def test_thresholds_are_of_the_right_users() -> None:
+    ask, score, truth = _drawn()
+    valid = ask.client.numpy() % 4 == 0
+    graded = grade_users(ask, torch.from_numpy(score), truth, valid)
+    test = graded.users.filter(~graded.users["valid"])
+    low = graded.thresholds["1%"]
+    assert low is not None
+    assert (score[~valid & ~truth] >= low).mean() <= 0.01
+    assert (score[~valid & ~truth] >= low - 0.1).mean() > 0.01, "the next lower score is too low"
+    assert test["hits@1%"].sum() == (score[~valid & truth] >= low).sum()
+    assert graded.thresholds["0.1%"] is None, "1 of 1,000 negatives tells nothing"
+    chosen = graded.thresholds["chosen"]
+    gain = {
+        at: (score[valid & truth] >= at).mean() - (score[valid & ~truth] >= at).mean() for at in np.unique(score[valid])
+    }
+    assert chosen is not None
+    assert gain[chosen] == max(gain.values())
+    assert test["hits"].sum() == (score[~valid & truth] >= chosen).sum()
+    assert test["alarms"].sum() == (score[~valid & ~truth] >= chosen).sum()
+
+
+def test_a_user_without_both_kinds_has_no_auc() -> None:
+    ask = WhichItems(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]))
+    truth = np.array([True, False, True, True])
+    graded = grade_users(ask, torch.tensor([0.9, 0.1, 0.5, 0.4]), truth, np.zeros(4, bool))
+    assert graded.users["auc"].to_list() == [1.0, None]
+    assert graded.thresholds["chosen"] is None
+    assert graded.users["hits"].to_list() == [0, 0]
+
+
+def test_shuffled_truth_keeps_how_many_a_user_has_and_nothing_else() -> None:
+    ask, score, truth = _drawn(200)
+    user = ask.client.numpy()
+    other = shuffled(ask, truth, seed=0)
+    assert np.array_equal(np.bincount(user, truth), np.bincount(user, other))
+    assert (other != truth).any()
+    assert auc_by_user(score, truth, user).value.mean() > 0.7
+    assert abs(auc_by_user(score, other, user).value.mean() - 0.5) < 0.03
+    assert not np.array_equal(other, shuffled(ask, truth, seed=1))

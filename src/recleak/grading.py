@@ -18,7 +18,16 @@ from recleak import random
 from recleak.attacks.base import WhichItems
 from recleak.data.interactions import Interactions
 from recleak.errors import ConfigError
-from recleak.metrics.inference import PerUser, advantage, auc, auc_by_user, f1_by_user, recall_by_user, tpr_at_fpr
+from recleak.metrics.inference import (
+    PerUser,
+    advantage,
+    auc,
+    auc_by_user,
+    f1_by_user,
+    recall_by_user,
+    roc,
+    tpr_at_fpr,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +95,89 @@ def grade_items(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_]) 
         advantage=advantage(score, truth),
         tpr={"1%": tpr_at_fpr(score, truth, 0.01), "0.1%": tpr_at_fpr(score, truth, 0.001)},
     )
+
+
+_POINTS = 300  # of a stored curve
+_LOW = {"1%": 0.01, "0.1%": 0.001}  # false positive rates
+
+
+@dataclass(frozen=True, eq=False)
+class UserGrades:
+    """An answer to `WhichItems`, graded user by user, for an audit that chooses on some users and grades on others."""
+
+    users: pl.DataFrame
+    """One row per user: user, valid (it serves for choices), positives and negatives (of its pairs); auc, f1, exposed
+    (null where there is none); of the thresholds below: hits@1%, hits@0.1%, hits, alarms (true and false positives)"""
+    pooled_auc: float  # over all pairs of the other users
+    thresholds: dict[str, float | None]
+    """1% and 0.1%: of the false positive rate among the other users (None: too few negatives to tell); chosen: of the
+    largest advantage among validation users"""
+    roc: list[tuple[float, float]]  # of the other users
+
+
+def grade_users(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_], valid: NDArray[np.bool_]) -> UserGrades:
+    """The answer beside the truth, bool[n]; `valid` tells which pairs are of validation users, bool[n]."""
+    score, user = answer.double().numpy(), question.client.numpy()
+    test = ~valid
+    thresholds: dict[str, float | None] = {
+        name: _threshold(score[test], truth[test], rate) for name, rate in _LOW.items()
+    }
+    thresholds["chosen"] = _best_threshold(score[valid], truth[valid])
+    per_user = {
+        "auc": auc_by_user(score, truth, user),
+        "f1": f1_by_user(claims(question, score), truth, user),
+        "exposed": recall_by_user(_claimed(score, thresholds["1%"]), truth, user),
+    }
+    who, place = np.unique(user, return_inverse=True)
+    counted: dict[str, NDArray[np.bool_]] = {"positives": truth, "negatives": ~truth}
+    counted |= {f"hits@{name}": _claimed(score, thresholds[name]) & truth for name in _LOW}
+    counted |= {"hits": _claimed(score, thresholds["chosen"]) & truth}
+    counted |= {"alarms": _claimed(score, thresholds["chosen"]) & ~truth}
+    frame = pl.DataFrame(
+        {
+            "user": who,
+            "valid": np.bincount(place, valid, len(who)) > 0,
+            **{name: np.bincount(place[which], minlength=len(who)) for name, which in counted.items()},
+        }
+    )
+    for name, each in per_user.items():
+        values = pl.DataFrame({"user": each.user, name: each.value}, schema={"user": pl.Int64, name: pl.Float64})
+        frame = frame.join(values, on="user", how="left", maintain_order="left")
+    both = truth[test].any() and not truth[test].all()
+    curve = list(zip(*(each.tolist() for each in roc(score[test], truth[test], _POINTS)), strict=True)) if both else []
+    return UserGrades(frame, auc(score[test], truth[test]) if both else 0.5, thresholds, curve)
+
+
+def shuffled(question: WhichItems, truth: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
+    """The truth of each user's pairs in a random order: what nobody can tell. For the audit's test of itself."""
+    user, item = question.client.numpy(), question.item.numpy()
+    order = np.lexsort((item, user))
+    mixed = np.lexsort((random.bits(seed, "shuffled truth", user, item), user))
+    other = np.empty_like(truth)
+    other[order] = truth[mixed]
+    return other
+
+
+def _claimed(score: NDArray[np.float64], threshold: float | None) -> NDArray[np.bool_]:
+    return np.zeros(len(score), bool) if threshold is None else score >= threshold
+
+
+def _threshold(score: NDArray[np.float64], truth: NDArray[np.bool_], rate: float) -> float | None:
+    """The lowest score with at most this false positive rate; None if that leaves fewer than 10 false positives."""
+    negatives = np.sort(score[~truth])[::-1]
+    allowed = int(rate * len(negatives) + 1e-9)
+    if allowed < 10:
+        return None
+    return float(np.nextafter(negatives[allowed], np.inf)) if allowed < len(negatives) else -np.inf
+
+
+def _best_threshold(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> float | None:
+    """The score from which on claims have the largest true minus false positive rate; None without both kinds."""
+    if truth.all() or not truth.any():
+        return None
+    values, place = np.unique(score, return_inverse=True)
+    true, false = (np.bincount(place[which], minlength=len(values))[::-1].cumsum() for which in (truth, ~truth))
+    return float(values[::-1][np.argmax(true / true[-1] - false / false[-1])])
 
 
 def own_items(train: Interactions) -> Tensor:

@@ -1,0 +1,374 @@
+"""The ledger: what the defenses of a run really promise, composed over all that a client sent.
+
+Every row says whom it protects (unit), against which alternative (neighbors), the epsilon of one use, as a paper would
+print it, and the epsilon of all uses of the client that took part most. Where no guarantee follows from a mechanism the
+row has no epsilon and says why.
+
+The guarantees here are local: they hold against a server that sees every upload. Nothing is gained from clients being
+sampled, because such a server sees who took part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recleak.data.interactions import Interactions
+from recleak.defenses.base import Defense
+from recleak.defenses.spending import Bound, FlippedLabels, NoGuarantee, Noise, Spending
+from recleak.errors import ConfigError
+from recleak.models.components import Component
+from recleak.protocols.federated import Federated
+from recleak.training.aggregate import Aggregation
+from recleak.training.cohort import LocalTraining
+
+CAVEATS = (
+    "Clients are sampled, but whoever sees uploads sees who took part: no amplification by subsampling is counted.",
+    "Settings that were chosen by looking at private data (learning rate, noise, number of rounds) are not accounted "
+    "for.",
+    "Epsilon is of ideal real-valued noise. Floating-point noise has gaps that can betray a value (Mironov 2012).",
+    "How long a client takes, when it takes part and what it does beside its uploads are not part of any epsilon.",
+)
+
+_UPLOADS = "everything that a client uploads"
+_REPLACED = "all data of one client replaced by any other data"
+_SILENCED = "one client's uploads replaced by noise alone, as if it had changed nothing"
+_LABEL = "the label (own or not) of one item, among the items that a client visibly trains on"
+_FLIPPED = "one item has the other label"
+_SWAPPED = "two items exchange their labels, so that the number of own items, which shows, stays"
+_NONE = "nothing"
+_LARGE = 20.0  # an epsilon of one use above which optimal composition gains nothing over the sum
+_NEVER = 36.0  # an epsilon above which no label is ever flipped: draws have 52 bits
+
+_Norms = list[tuple[frozenset[str], float]]  # so large at most, in the l2 norm over these components
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the ledger. Without a guarantee there is no epsilon: None, and `words` say why."""
+
+    mechanism: str
+    unit: str  # what is protected
+    neighbors: str  # what it cannot be told from
+    claimed: float | None  # epsilon of one use
+    composed: float | None  # epsilon of all uses, for the client with the most
+    delta: float | None  # at which both hold; 0: pure epsilon
+    times: int | None  # uses by that client
+    words: str
+    typical: float | None = None  # epsilon of all uses, at most, for half of the clients that took part
+
+
+def ledger(
+    defense: Defense,
+    *,
+    components: tuple[Component, ...],
+    n_items: int,
+    participations: NDArray[np.int64],
+    training: LocalTraining | None = None,
+    aggregation: Aggregation = "mean",
+    delta: float | None = None,
+) -> list[Entry]:
+    """What a defense is worth in a run: a row for each of its mechanisms and neighboring relations, in order.
+
+    `components` are those of the model; the defense's own sharing policy is applied to them. `participations`, i64[U],
+    says how often each user uploaded (see the function of that name). `delta` is 1 / (10 users) unless given: a tenth
+    of the delta at which publishing all data of one user, drawn by lot, would pass for private.
+    """
+    participations = _checked(participations)
+    if delta is None:
+        delta = 0.1 / len(participations)
+    if not 0 < delta < 1:
+        raise ConfigError(f"Got delta={delta}, expected a number between 0 and 1, far below 1 / users.")
+    statements = defense.spends()
+    if not statements:
+        why = (
+            "There is no defense: whoever sees the uploads sees exactly what each client changed, and for which items."
+        )
+        return [_nothing("none", why)]
+    upload = _Upload(tuple(part for part in defense.sharing(components) if part.shared), n_items, aggregation)
+    uses = _Uses.of(participations, delta)
+    entries: list[Entry] = []
+    for position, statement in enumerate(statements):
+        match statement:
+            case NoGuarantee():
+                entries.append(_nothing(statement.mechanism, statement.why))
+            case FlippedLabels():
+                entries += _labels(statement, training, uses.most)
+            case Bound():
+                if not any(isinstance(after, Noise) for after in statements[position + 1 :]):
+                    entries.append(_nothing(statement.mechanism, _ALONE))
+            case Noise():
+                entries += upload.noisy(statements[:position], statement, uses)
+    return entries
+
+
+def participations(protocol: Federated, train: Interactions, *, seed: int = 0) -> NDArray[np.int64]:
+    """How often each user uploads in a run with this seed, i64[U]: who takes part is a function of the seed."""
+    count = np.zeros(train.n_users, np.int64)
+    eligible = np.flatnonzero(train.activity).astype(np.int64)
+    for round in range(protocol.rounds):
+        count[protocol.participants(eligible, round, seed)] += 1
+    return count
+
+
+# --- noise on uploads -------------------------------------------------------------------------------------------------
+
+_ALONE = "It limits how much a client can say, but nothing is random: it gives a guarantee only before noise."
+_TOUCHED = (
+    "The noise is on the rows that are sent anyway. Which rows those are tells which items the client trained on, "
+    "however strong the noise is. Noise on every row (rows='all') would hide it."
+)
+_WEIGHTED = (
+    "Uploads are weighted by the number of a client's own items, and this number is sent beside them without noise. "
+    "Aggregate with 'mean' for the noise to count."
+)
+_LATER = "An earlier row gives the guarantee; noise on top of it can only help, and nothing is counted for it."
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """What a client sends in one round."""
+
+    components: tuple[Component, ...]  # those that are sent
+    n_items: int
+    aggregation: Aggregation
+
+    def noisy(self, before: Sequence[Spending], noise: Noise, uses: _Uses) -> Iterator[Entry]:
+        """The rows for noise after other mechanisms."""
+        norms, mechanisms, done = self._bounded(before)
+        if done:
+            yield _nothing(noise.mechanism, _LATER)
+            return
+        mechanism = ", then ".join([*mechanisms, noise.mechanism])
+        if why := self._fault(noise) or self._free(norms):
+            yield _nothing(mechanism, why)
+            return
+        ways = list(_covers(norms, self.components))
+        for factor, neighbors in ((2.0, _REPLACED), (1.0, _SILENCED)):
+            if noise.law == "gaussian":
+                yield _gaussian(mechanism, neighbors, factor * _reach(noise, ways), uses)
+            else:
+                size = {part.name: part.size * _rows(part, self.n_items) for part in self.components}
+                yield _laplace(mechanism, neighbors, factor * _reach_of_sums(noise, ways, size), uses)
+
+    def _bounded(self, before: Sequence[Spending]) -> tuple[_Norms, list[str], bool]:
+        """What mechanisms before bound, which of them do, and whether one gives a guarantee already."""
+        norms: _Norms = []
+        mechanisms: list[str] = []
+        for statement in before:
+            if isinstance(statement, Noise):
+                if not (self._fault(statement) or self._free(norms)):
+                    return norms, mechanisms, True
+                norms, mechanisms = [], []  # noise is not bounded
+            elif isinstance(statement, (Bound, NoGuarantee)) and not statement.keeps:
+                norms, mechanisms = [], []
+            if isinstance(statement, Bound):
+                norms += _norms(statement, self.components, self.n_items)
+                mechanisms.append(statement.mechanism)
+        return norms, mechanisms, False
+
+    def _fault(self, noise: Noise) -> str:
+        """Why the noise gives no guarantee however the upload is bounded; empty if it may."""
+        bare = [part.name for part in self.components if not noise.of(part.name) > 0]
+        if not self.components:
+            return "No component is sent, so there is nothing to add noise to."
+        if len(bare) == len(self.components):
+            return "The noise is 0: nothing is random."
+        if bare:
+            return f"There is no noise on {', '.join(bare)}, sent as it is: what one part hides, another tells."
+        if not noise.every_row and any(part.storage == "per_item" for part in self.components):
+            return _TOUCHED
+        return _WEIGHTED if self.aggregation == "weighted" else ""
+
+    def _free(self, norms: _Norms) -> str:
+        """Why noise has nothing to cover; empty if every component is bounded."""
+        known = frozenset[str]().union(*(over for over, _ in norms))
+        free = [part.name for part in self.components if part.name not in known]
+        why = (
+            f"Nothing bounds {', '.join(free)} before the noise, so a client with an unusual history can stand out of "
+            "any noise. Put ClipByNorm over all that is sent before it."
+        )
+        return why if free else ""
+
+
+def _gaussian(mechanism: str, neighbors: str, reach: float, uses: _Uses) -> Entry:
+    """A change of data moves an upload by `reach` standard deviations; k uses are one of sqrt(k) times that.
+
+    Dong, Roth and Su 2022, "Gaussian differential privacy", corollary 3.3; later uploads may depend on earlier ones.
+    """
+    claimed, composed, typical = (
+        gaussian_epsilon(reach * sqrt(times), uses.delta) for times in (1, uses.most, uses.half)
+    )
+    words = (
+        f"Gaussian noise whose standard deviation is {1 / reach:.3g} times what this change of data can move an upload "
+        f"(l2). {uses.told(typical, uses.delta)} Exact for Gaussian noise (Balle and Wang 2018). It covers single "
+        "interactions too, with all the negatives that they bring."
+    )
+    return Entry(mechanism, _UPLOADS, neighbors, claimed, composed, uses.delta, uses.most, words, typical)
+
+
+def _laplace(mechanism: str, neighbors: str, once: float, uses: _Uses) -> Entry:
+    """A change of data moves an upload by `once` scales in the l1 norm: pure epsilon."""
+    composed, delta, theorem = pure_epsilon(once, uses.most, uses.delta)
+    typical, _, _ = pure_epsilon(once, uses.half, uses.delta)
+    words = (
+        "Laplace noise needs a bound in the l1 norm, and the l2 bound gives one that grows with the square root of how "
+        f"many numbers are sent. {uses.told(typical, delta)} {theorem}"
+    )
+    return Entry(mechanism, _UPLOADS, neighbors, once, composed, delta, uses.most, words, typical)
+
+
+def _reach(noise: Noise, ways: list[_Norms]) -> float:
+    """The largest l2 norm of an upload, in standard deviations of the noise."""
+    return min(sqrt(sum((limit / min(map(noise.of, over))) ** 2 for over, limit in way)) for way in ways)
+
+
+def _reach_of_sums(noise: Noise, ways: list[_Norms], size: Mapping[str, int]) -> float:
+    """The largest l1 norm, in scales of the noise: at most sqrt(n) B for n numbers with an l2 norm of B."""
+    return min(
+        sum(limit * sqrt(sum(size[name] / noise.of(name) ** 2 for name in over)) for over, limit in way) for way in ways
+    )
+
+
+def _norms(bound: Bound, components: Iterable[Component], n_items: int) -> _Norms:
+    """A bound as l2 norms over components that are sent."""
+    parts = [part for part in components if bound.components is None or part.name in bound.components]
+    if bound.per == "client":
+        return [(frozenset(part.name for part in parts), bound.limit)] if parts else []
+
+    def pieces(part: Component) -> int:
+        each = {"component": 1, "row": _rows(part, n_items), "number": _rows(part, n_items) * part.size}
+        return _units(part, n_items) if bound.per == "unit" else each[bound.per]
+
+    return [(frozenset([part.name]), bound.limit * sqrt(pieces(part))) for part in parts]
+
+
+def _units(part: Component, n_items: int) -> int:
+    """How many units `ClipByNorm` finds in a component."""
+    if part.storage == "per_item":
+        return n_items
+    bias = part.name.rpartition(".")[2] == "bias"
+    return prod(part.shape[-1:]) if len(part.shape) > 1 or bias else 1
+
+
+def _covers(norms: _Norms, components: Iterable[Component]) -> Iterator[_Norms]:
+    """Ways to give every component to one norm that bounds it: the tightest norms first, or the widest."""
+    for order in (sorted(norms, key=lambda norm: norm[1]), sorted(norms, key=lambda norm: -len(norm[0]))):
+        left, way = {part.name for part in components}, list[tuple[frozenset[str], float]]()
+        for over, limit in order:
+            if mine := over & left:
+                way.append((frozenset(mine), limit))
+                left -= mine
+        yield way
+
+
+def _rows(part: Component, n_items: int) -> int:
+    return n_items if part.storage == "per_item" else 1
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+def _labels(statement: FlippedLabels, training: LocalTraining | None, most: int) -> list[Entry]:
+    """Randomized response, drawn once: epsilon for one label in all rounds together (Warner 1965)."""
+    once = statement.epsilon
+    if once > _NEVER:
+        return [_nothing(statement.mechanism, "No label is ever flipped at this setting.")]
+    if training is not None and training.resample:
+        why = (
+            "Negatives are drawn anew in every round, and own items come back in every round: what comes back is the "
+            "client's own, whatever its label says. Draw negatives once (resample=False)."
+        )
+        return [_nothing(statement.mechanism, why)]
+    if training is not None and not training.shuffle:
+        why = "Examples are not shuffled, so their order tells own items from negatives, whatever the labels say."
+        return [_nothing(statement.mechanism, why)]
+    covers_not = (
+        "Not covered: which items a client trains on, and how often each. They show, and own items are always among "
+        "them: an item that is not there is certainly not the client's own."
+    )
+    fixed = (
+        f"Labels are flipped once for all rounds, so {most:,} uploads tell no more than one. A device that drew them "
+        f"anew each time would spend {once * max(most, 1):.3g}."
+    )
+    if training is None:
+        covers_not += " It holds if negatives are drawn once and examples are shuffled."
+    several = f"For k labels at once it is k times {once:.3g}."
+    swapped = (
+        "How many examples there are tells how many own items; with that fixed two labels differ, and it is twice."
+    )
+    return [
+        Entry(statement.mechanism, _LABEL, _FLIPPED, once, once, 0.0, 1, f"{fixed} {several} {covers_not}", once),
+        Entry(statement.mechanism, _LABEL, _SWAPPED, once, 2 * once, 0.0, 1, f"{swapped} {covers_not}", 2 * once),
+    ]
+
+
+# --- epsilon ----------------------------------------------------------------------------------------------------------
+
+
+def gaussian_epsilon(ratio: float, delta: float) -> float:
+    """The smallest epsilon at `delta` of Gaussian noise, for a sensitivity of `ratio` standard deviations.
+
+    delta = Phi(ratio / 2 - epsilon / ratio) - e^epsilon Phi(-ratio / 2 - epsilon / ratio) (Balle and Wang 2018, th. 8).
+    """
+    import dp_accounting
+
+    return 0.0 if ratio == 0 else float(dp_accounting.get_epsilon_gaussian(1 / ratio, delta))
+
+
+def pure_epsilon(once: float, times: int, delta: float) -> tuple[float, float, str]:
+    """Epsilon and delta of so many uses of a pure epsilon, and by which theorem: the smaller epsilon of two.
+
+    The sum, at delta 0; or the optimal composition at `delta` (Kairouz, Oh and Viswanath 2015, theorem 3.3), where each
+    use has a loss of +epsilon or -epsilon: a grid of that step holds their sum exactly.
+    """
+    total, best = once * times, inf
+    if times > 1 and 0 < once <= _LARGE:
+        from dp_accounting.pld import common, privacy_loss_distribution
+
+        one = privacy_loss_distribution.from_privacy_parameters(
+            common.DifferentialPrivacyParameters(once, 0), value_discretization_interval=once
+        )
+        best = float(one.self_compose(times).get_epsilon_for_delta(delta))
+    if best < 0.99 * total:
+        return best, delta, "Composed optimally at this delta (Kairouz, Oh and Viswanath 2015)."
+    return total, 0.0, "Composed by adding up: delta is 0."
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """How often clients uploaded."""
+
+    most: int  # of one client
+    half: int  # half of those who took part do not exceed it
+    delta: float
+
+    @classmethod
+    def of(cls, participations: NDArray[np.int64], delta: float) -> _Uses:
+        took = participations[participations > 0]
+        if not len(took):
+            return cls(0, 0, delta)
+        return cls(int(took.max()), int(np.quantile(took, 0.5, method="higher")), delta)
+
+    def told(self, typical: float, delta: float) -> str:
+        return (
+            f"The busiest client sent {self.most:,} uploads; half of those who took part sent {self.half:,} or fewer, "
+            f"which is an epsilon of {typical:.3g} at delta {delta:.2g}."
+        )
+
+
+def _nothing(mechanism: str, why: str) -> Entry:
+    return Entry(mechanism, _NONE, _NONE, None, None, None, None, f"No guarantee. {why}")
+
+
+def _checked(participations: NDArray[np.int64]) -> NDArray[np.int64]:
+    uses = np.asarray(participations)
+    if uses.ndim != 1 or not len(uses) or not np.issubdtype(uses.dtype, np.integer) or uses.min() < 0:
+        raise ConfigError(
+            f"Got participations {uses.dtype}{list(uses.shape)}, expected i64[users]: how often each user uploaded."
+        )
+    return uses

@@ -1,0 +1,190 @@
+"""`recleak audit`, `report`, `compare` and `schema`: the main job, and what is made of its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from recleak.errors import ConfigError
+from recleak.terminal import err, out, say, say_json
+
+if TYPE_CHECKING:  # what is slow to import waits until a command needs it
+    from recleak.findings import Findings
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True)
+class Overrides:
+    """What replaces a field of the experiment."""
+
+    data: tuple[str, ...] = ()
+    "A name of the catalog, `synthetic`, or a path; may be repeated."
+    preset: str | None = None
+    "A paper's preprocessing of the data."
+    model: tuple[str, ...] = ()
+    "Such as ncf, or `ncf,factors=32`, or `package.module:Name`; may be repeated."
+    defense: tuple[str, ...] = ()
+    "Such as none, `proximal,strength=0.1`, or a chain `clip,bound=1+gaussian-noise,std=0.1,rows=all`."
+    attack: tuple[str, ...] = ()
+    "Such as alignment or imia; may be repeated."
+    rounds: int | None = None
+    "Of training."
+    seeds: int | None = None
+    "How many."
+    shuffle_labels: Annotated[bool, Parameter(negative="")] = False
+    "The self-test: the truth is shuffled, so that the audit must find nothing."
+
+    def apply(self, table: dict[str, Any]) -> dict[str, Any]:
+        """The experiment with these in place of its own."""
+        from recleak.experiment import parse
+
+        made = dict(table)
+        if self.data:
+            made["data"] = [{"name": name} for name in self.data]
+        if self.preset is not None:
+            given = made.get("data", "synthetic")
+            every = given if isinstance(given, list) else [given]
+            made["data"] = [
+                {**({"name": one} if isinstance(one, str) else one), "preset": self.preset} for one in every
+            ]
+        if self.model:
+            made["model"] = [parse("model", text) for text in self.model]
+        if self.defense:
+            made["defenses"] = [parse("defense", text) for text in self.defense]
+        if self.attack:
+            made["attacks"] = [parse("attack", text) for text in self.attack]
+            labels = {each["use"] for each in made["attacks"]}
+            made["by_component"] = [name for name in made.get("by_component", []) if name in labels]
+        if self.rounds is not None:
+            given = made.get("protocol", "federated")
+            every = given if isinstance(given, list) else [given]
+            made["protocol"] = [
+                {**({"use": one} if isinstance(one, str) else one), "rounds": self.rounds} for one in every
+            ]
+        if self.seeds is not None:
+            made["seeds"] = self.seeds
+        if self.shuffle_labels:
+            made["shuffle_labels"] = True
+        return made
+
+
+def _with(given: Any, key: str, **setting: Any) -> list[dict[str, Any]]:
+    """Each choice of a field with one more setting."""
+    every = given if isinstance(given, list) else [given]
+    return [{**({key: one} if isinstance(one, str) else one), **setting} for one in every]
+
+
+_NONE = Overrides()
+
+
+def audit(
+    experiment: Path | None = None,
+    /,
+    *,
+    overrides: Overrides = _NONE,
+    workers: int | None = None,
+    fail_if: Annotated[tuple[str, ...], Parameter(name="--fail-if")] = (),
+    point: Annotated[bool, Parameter(negative="")] = False,
+    out_dir: Annotated[Path | None, Parameter(name="--out")] = None,
+    json_only: Annotated[bool, Parameter(name="--json", negative="", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Attack a recommender, grade the attacks beside their nulls, and write a report; without a file, the quick start.
+
+    Trains every combination of data, model, protocol and defense, with all attacks at the wire. After an interrupt, or
+    a kill, the same command continues; what was measured is never measured again.
+
+    Parameters
+    ----------
+    experiment
+        A TOML file; `recleak schema` helps editors to complete it.
+    workers
+        So many cells side by side, each in a process of its own (default: one per core).
+    fail_if
+        Exit with 1 if this is certain of any system, such as "membership.auc > 0.6"; may be repeated. Certain: the end
+        of the interval nearer to the limit is beyond it.
+    point
+        For --fail-if the value itself is compared, not the end of its interval.
+    out_dir
+        The run directory (default: runs/quickstart, or runs/NAME of the file).
+    """
+    from recleak import experiment as experiments
+    from recleak.conditions import Condition
+    from recleak.machine import cores
+    from recleak.runs import audit_run
+
+    conditions = [Condition.parse(text) for text in fail_if]
+    table = experiments.quick_start() if experiment is None else experiments.read(experiment)
+    made = experiments.experiment(overrides.apply(table), "quick start" if experiment is None else str(experiment))
+    folder = out_dir or Path("runs") / ("quickstart" if experiment is None else experiment.stem)
+    command = shlex.join(["recleak", *sys.argv[1:]])
+    findings = audit_run(made, folder, workers=cores() if workers is None else workers, command=command)
+    page = findings.report(folder / "report.html")
+    if json_only:
+        say_json(findings.as_json)
+    else:
+        show(findings)
+        say(f"Findings: {folder / 'findings.json'}")
+        say(f"Report: {page}")
+    broken = [line for condition in conditions for line in condition.violations(findings, point=point)]
+    for line in broken:
+        say(f"failed: {line}", to=err, style="red")
+    if broken:
+        sys.exit(1)
+
+
+def report_command(run: Path, /, *, out_file: Annotated[Path | None, Parameter(name="--out")] = None) -> None:
+    """Build the report of a run again, from its findings alone.
+
+    Parameters
+    ----------
+    run
+        A run directory.
+    out_file
+        Where to (default: report.html in the run directory).
+    """
+    from recleak.findings import Findings
+
+    say(f"Report: {Findings.read(run).report(out_file or run / 'report.html')}")
+
+
+def compare(*runs: Path, out_file: Annotated[Path, Parameter(name="--out")] = Path("comparison.html")) -> None:
+    """Put runs side by side in one page.
+
+    Parameters
+    ----------
+    runs
+        Two run directories or more.
+    out_file
+        The page.
+    """
+    from recleak import report
+    from recleak.files import replace_text
+    from recleak.findings import Findings
+
+    if len(runs) < 2:
+        raise ConfigError(f"Got {len(runs)} run directories, expected at least two to compare.")
+    replace_text(out_file, report.compare([(run.name, Findings.read(run)) for run in runs]))
+    say(f"Comparison: {out_file}")
+
+
+def schema() -> None:
+    """Print the JSON schema of experiment files, for editors: `recleak schema > experiment.schema.json`."""
+    from recleak.experiment import schema as made
+
+    say_json(made())
+
+
+def show(findings: Findings) -> None:
+    """The summary in the terminal: a line for each system, the strongest attack beside the strongest null."""
+    out.print(findings)
+    if findings.about["self_test"]:
+        say("Self-test: the truth was shuffled; a leak found here is a false alarm.", style="yellow")
+    level = round(100 * findings.about["level"])
+    say(f"{level} % intervals over users and seeds; the attack was chosen on other users than those graded.")
+    for note in findings.about["notes"]:
+        say(f"note: {note}", to=err, style="yellow")

@@ -1,0 +1,79 @@
+"""Conditions on findings, for continuous integration: `membership.auc > 0.6`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from recleak.errors import ConfigError, unknown_name
+from recleak.findings import SYSTEM, Findings
+
+_FORM = re.compile(r"\s*([a-z][a-z-]*)\.([a-z0-9@%.-]+?)\s*(>=|<=|>|<)\s*([-+0-9.e]+)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something that must not be certain of any system."""
+
+    question: str  # membership, ..., or utility
+    metric: str
+    sign: str
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """From what is typed."""
+        found = _FORM.fullmatch(text)
+        try:
+            if found is None:
+                raise ValueError
+            return cls(found[1], found[2], found[3], float(found[4]))
+        except ValueError:
+            raise ConfigError(
+                f"--fail-if {text!r}: expected question.metric, a sign and a number, such as 'membership.auc > 0.6' "
+                "or 'utility.hit@10 < 0.3'."
+            ) from None
+
+    def violations(self, findings: Findings, *, point: bool = False) -> Iterator[str]:
+        """The systems of which it is certain: the end of the interval nearer to the limit is beyond it.
+
+        `point`: the value itself counts. An attack's metric is that of the strongest one, as in the verdict.
+        """
+        rows = self._rows(findings)
+        above = self.sign.startswith(">")
+        for row in rows:
+            end = row["value"] if point else row["low"] if above else row["high"]
+            if end is None:
+                continue
+            beyond = {">": end > self.limit, ">=": end >= self.limit, "<": end < self.limit, "<=": end <= self.limit}
+            if beyond[self.sign]:
+                system = ", ".join(row[name] for name in SYSTEM)
+                interval = f"{row['value']:.4g} [{row['low']:.4g}, {row['high']:.4g}]"
+                yield f"{self.question}.{self.metric} {self.sign} {self.limit:g}: {interval} ({system})"
+
+    def _rows(self, findings: Findings) -> list[dict[str, Any]]:
+        if self.question == "utility":
+            table = findings.utility.filter(pl.col("recommender") == pl.col("model"))
+            self._check("metric", self.metric, table["metric"].unique().to_list())
+            return table.filter(pl.col("metric") == self.metric).to_dicts()
+        verdicts = findings.verdicts
+        self._check("question", self.question, [*verdicts["question"].unique().to_list(), "utility"])
+        mine = verdicts.filter(pl.col("question") == self.question)
+        if self.metric == "auc":  # in the direction that the attacker chose
+            return mine.to_dicts()
+        if self.metric == "excess":
+            names = {"excess": "value", "excess_low": "low", "excess_high": "high"}
+            return mine.drop("value", "low", "high").rename(names).to_dicts()
+        scores = findings.scores.filter(pl.col("question") == self.question)
+        self._check("metric", self.metric, ["excess", *scores["metric"].unique().to_list()])
+        chosen = mine.select(*SYSTEM, "attack")
+        return scores.filter(pl.col("metric") == self.metric).join(chosen, on=[*SYSTEM, "attack"]).to_dicts()
+
+    @staticmethod
+    def _check(kind: str, got: str, known: list[str]) -> None:
+        if got not in known:
+            raise ConfigError(f"--fail-if: {unknown_name(kind, got, known)}")

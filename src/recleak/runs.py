@@ -1,0 +1,233 @@
+"""A run directory: an experiment, its cells, what they add up to, and the report.
+
+    experiment.json     what was asked for, options included
+    cells/, baselines/  what was measured (`cells`), never measured again
+    findings.json       what it adds up to, for machines; findings/*.parquet: the same as tables, and every user
+    report.html         the same for people
+    log.json            seconds of each job, the machine: what may differ from run to run
+
+One process at a time works in a directory. Killed or interrupted, the same call continues, and the findings are the
+same to the byte.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from recleak import __version__, objects
+from recleak.cells import NULLS, Ask, Baselines, Cell, loaded, measure, split_of
+from recleak.data.sampling import evaluation_candidates
+from recleak.errors import ConfigError, RecleakError
+from recleak.experiment import Data, Experiment, System
+from recleak.files import replace_text
+from recleak.findings import Findings
+from recleak.jobs import Outcome, do_all
+from recleak.machine import cores
+from recleak.summary import MEMBERSHIP, Audited, tables
+from recleak.training.state import locked
+
+_SHARED_ROLES = ("item", "head", "user")
+_PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "polars", "dp-accounting")
+
+
+class RunError(RecleakError):
+    """A run in which something went wrong; what was measured is stored."""
+
+
+def audit_run(experiment: Experiment, folder: Path, *, workers: int = 1, command: str = "") -> Findings:
+    """Measure what is missing, then write findings and report into the folder."""
+    with locked(folder):
+        _begin(experiment, folder)
+        plan = _Plan(experiment, folder)
+        jobs = plan.missing()
+        outcomes = do_all(jobs, work, workers=workers, what="cell")
+        _log(folder, [(job.label, outcomes[place]) for place, job in enumerate(jobs) if place in outcomes])
+        findings = plan.findings(command)
+        findings.write(folder)
+        failed = [jobs[place].label for place, outcome in sorted(outcomes.items()) if outcome.problems]
+    if failed:
+        raise RunError(
+            f"{len(failed)} of {len(jobs)} cells failed ({failed[0]}{', ...' if len(failed) > 1 else ''}); the others "
+            f"are stored in {folder}.\n  Mend what the errors above say, then run the same command again."
+        )
+    return findings
+
+
+def work(job: Cell | Baselines, threads: int) -> Any:
+    """One job, in whatever process."""
+    return measure(job, threads) if isinstance(job, Cell) else job.measure(threads)
+
+
+class _Plan:
+    """The cells of an experiment in a folder."""
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        self.experiment = experiment
+        self.fingerprints: dict[Data, str] = {}
+        for system in experiment.systems:
+            if system.data not in self.fingerprints:
+                self.fingerprints[system.data] = loaded(system.data).fingerprint
+        self.asks = _asks(experiment)
+        self.audits = [self._audited(system, folder) for system in experiment.systems]
+
+    def _audited(self, system: System, folder: Path) -> Audited:
+        seeds, print_ = self.experiment.seed_list, self.fingerprints[system.data]
+        rest = tuple(ask for ask in self.asks if ask.kind != "component")  # parts of uploads: on the first seed only
+        asks = [self.asks, *[rest] * (len(seeds) - 1)]
+        cells = [Cell(system, seed, print_, some, folder / "cells") for seed, some in zip(seeds, asks, strict=True)]
+        canaries: list[Cell] = []
+        if self.experiment.canaries:
+            first = tuple(replace(ask, kind="canary") for ask in _first_by_vantage(self.asks))
+            canaries = [Cell(system, seeds[0], print_, first, folder / "cells", canaries=True)]
+        baselines = [Baselines(system.data, seed, print_, folder / "baselines") for seed in seeds]
+        return Audited(system, cells, canaries, baselines, self.experiment.level)
+
+    def missing(self) -> list[Cell | Baselines]:
+        """What is not stored yet: the first seed of everything before the second, cells before canaries."""
+        baselines = {each.path: each for audited in self.audits for each in audited.baselines}
+        cells = [each for turn in zip(*(audited.cells for audited in self.audits), strict=True) for each in turn]
+        canaries = [each for audited in self.audits for each in audited.canaries]
+        found = (each.missing() for each in (*baselines.values(), *cells, *canaries))
+        return [each for each in found if each is not None]
+
+    def findings(self, command: str) -> Findings:
+        """What is stored, summed up."""
+        rows = tables(self.audits, self._references())
+        return Findings.of(self._about(command), rows)
+
+    def _references(self) -> dict[int, int]:
+        """For each system the first one that differs in the defense only."""
+        first: dict[tuple[str, ...], int] = {}
+        found = {}
+        for place, audited in enumerate(self.audits):
+            labels = audited.system.labels
+            key = (labels["data"], labels["model"], labels["protocol"])
+            found[place] = first.setdefault(key, place)
+        return found
+
+    def _about(self, command: str) -> dict[str, Any]:
+        experiment = self.experiment
+        notes = [note for data in self.fingerprints for note in _notes(data, experiment.seed_list[0])]
+        attacks: dict[str, dict[str, Any]] = {}
+        for audited in self.audits:
+            for each in audited.attacked:
+                if each.ask.kind in ("attack", "null") and (each.ask.name not in attacks or each.users):
+                    attacks.setdefault(each.ask.name, {}).update(_attack_about(each.ask, each.facts))
+        return {
+            "recleak": __version__,
+            "title": experiment.title,
+            "experiment": json.loads(experiment.model_dump_json()),
+            "systems": [{**audited.system.labels, "text": _words(audited.system)} for audited in self.audits],
+            "attacks": list(attacks.values()),
+            "fingerprints": {data.name: print_ for data, print_ in self.fingerprints.items()},
+            "notes": notes,
+            "level": experiment.level,
+            "validation": experiment.validation,
+            "self_test": experiment.shuffle_labels,
+            "environment": environment(),
+            "command": command,
+        }
+
+
+def _notes(data: Data, seed: int) -> list[str]:
+    """What the reader dropped, and what split and candidates had to decide."""
+    split = split_of(data, seed)
+    found = [str(note) for note in loaded(data).notes]
+    found += [f"{data.name}: {count:,} {what}" for what, count in split.decisions.items()]
+    if data.candidates is not None:
+        short = evaluation_candidates(split, data.candidates, seed=seed).short
+        found += [f"{data.name}: {short:,} users have fewer than {data.candidates} candidates"] if short else []
+    return found
+
+
+def _asks(experiment: Experiment) -> tuple[Ask, ...]:
+    """The attacks, the nulls of their vantage points, and the attacks on parts of uploads."""
+    common: dict[str, Any] = {"shuffle": experiment.shuffle_labels, "validation": experiment.validation}
+    attacks = [Ask(each.label, each.settings, **common) for each in experiment.attack_choices]
+    vantages = dict.fromkeys(_vantage(ask) for ask in attacks)
+    names = [name for vantage in vantages for name in NULLS.get(vantage, ())]
+    nulls = [Ask(name, {"use": name}, "null", **common) for name in names]
+    parts = [
+        Ask(ask.name, ask.settings, "component", role, **common)
+        for ask in attacks
+        if ask.name in experiment.by_component
+        for role in _SHARED_ROLES
+    ]
+    return (*attacks, *nulls, *parts)
+
+
+def _first_by_vantage(asks: Sequence[Ask]) -> list[Ask]:
+    """The first attack at each vantage point."""
+    found: dict[Any, Ask] = {}
+    for ask in asks:
+        if ask.kind == "attack":
+            found.setdefault(_vantage(ask), ask)
+    return list(found.values())
+
+
+def _vantage(ask: Ask) -> Any:
+    attack = objects.build("attack", ask.settings)
+    if not hasattr(attack, "vantage"):
+        raise ConfigError(f"attack {ask.name!r}: no `vantage`, expected an attack as in `recleak.attacks.base`.")
+    return attack.vantage
+
+
+def _attack_about(ask: Ask, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    made = objects.build("attack", ask.settings)
+    text = (type(made).__doc__ or "").strip().partition("\n")[0]
+    known = next((each for each in facts if each.get("knowledge")), {})
+    return {
+        "attack": ask.name,
+        "question": MEMBERSHIP,
+        "role": ask.kind,
+        "vantage": made.vantage.__name__,
+        "text": text,
+        "settings": repr(made),
+        "knowledge": known.get("knowledge"),
+    }
+
+
+def _words(system: System) -> str:
+    settings = system.settings
+    parts = [repr(objects.build(kind, settings[kind])) for kind in ("model", "protocol", "defense")]
+    preset = f", preset {system.data.preset}" if system.data.preset else ""
+    return f"{system.data.name}{preset}; {'; '.join(parts)}"
+
+
+def environment() -> dict[str, str]:
+    """What results may depend on."""
+    found = {"recleak": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _begin(experiment: Experiment, folder: Path) -> None:
+    """A folder of something else is refused; that of another experiment is reused, cell by cell."""
+    others = [each.name for each in folder.iterdir() if each.name != ".lock"]
+    if others and not (folder / "experiment.json").exists():
+        raise ConfigError(
+            f"{folder} holds other things ({', '.join(sorted(others)[:3])}), expected a run or an empty folder.\n"
+            "  Nothing is overwritten: give another folder with --out."
+        )
+    for left in folder.rglob("*.partial"):  # of a process that was killed while it wrote
+        left.unlink()
+    replace_text(folder / "experiment.json", experiment.model_dump_json(indent=2) + "\n")
+
+
+def _log(folder: Path, done: Sequence[tuple[str, Outcome]]) -> None:
+    file = folder / "log.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    here = {"machine": platform.machine(), "cores": cores()}
+    new = [{"job": label, "seconds": round(outcome.seconds, 2), **here} for label, outcome in done]
+    if new:
+        replace_text(file, json.dumps([*before, *new], indent=1) + "\n")

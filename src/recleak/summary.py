@@ -1,0 +1,418 @@
+"""From stored cells to findings: what the seeds and users of every system add up to, with intervals and nulls.
+
+The attacker chooses attack and direction on validation users; every number here is of the other users. Users are the
+same people in every seed, so intervals resample users and seeds crossed (`metrics.intervals.bootstrap_crossed`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from recleak.cells import Ask, Baselines, Cell, loaded
+from recleak.experiment import System
+from recleak.findings import TABLES
+from recleak.metrics.comparison import (
+    Counts,
+    Difference,
+    bootstrap_rate,
+    bootstrap_rate_difference,
+    holm,
+    paired,
+    strongest,
+)
+from recleak.metrics.inference import PerUser
+from recleak.metrics.intervals import Estimate, bootstrap_crossed
+
+Rows = list[dict[str, Any]]
+MEMBERSHIP = "membership"
+_GROUPS = 5  # of users, by activity and by round
+_FEW = 5  # users: a group of fewer is not shown
+_SMALL = 0.05  # of AUC: a lead over the null that may be larger is not called "not found"
+_VANTAGES = {"Server": "The server that receives uploads", "Aggregator": "The server that receives sums of uploads"}
+_ADD = {
+    "leaks": "The uploads add to that.",
+    "not found": "The uploads add little to that, or nothing.",
+    "cannot tell": "Whether the uploads add to that is uncertain: more users or seeds would tell.",
+}
+_NULLS = {
+    "popularity": "who only knows which items are popular",
+    "popularity-of-sums": "who only knows which items are popular",
+    "random": "who guesses at random",
+    "all-positive": "who takes all touched items for own ones",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Attacked:
+    """One attack on one system, over seeds; without users if it makes no sense, and then it says why."""
+
+    ask: Ask
+    facts: list[dict[str, Any]]  # of each seed
+    users: list[pl.DataFrame]  # of each seed, all users
+
+    @property
+    def reason(self) -> str | None:
+        """Why there are no users."""
+        if self.users:
+            return None
+        return next((str(each["reason"]) for each in self.facts if each.get("reason")), "It was not run.")
+
+    @property
+    def vantage(self) -> str:
+        """Where it stands."""
+        return str(self.facts[0].get("vantage", "")) if self.facts else ""
+
+    def values(self, metric: str, *, valid: bool, direction: int = 1) -> list[PerUser]:
+        """A metric by user, for each seed: of validation users, or of the others."""
+        found = []
+        for frame in self.users:
+            part = frame.filter((pl.col("valid") == valid) & pl.col(metric).is_not_null())
+            value = part[metric].to_numpy()
+            found.append(PerUser(part["user"].to_numpy(), value if direction > 0 else 1 - value, 0))
+        return found
+
+    def counts(self, hits: str, trials: str) -> list[Counts]:
+        """Hits of trials by test user, for each seed."""
+        parts = [frame.filter(~pl.col("valid")) for frame in self.users]
+        return [Counts(*(part[name].to_numpy() for name in ("user", hits, trials))) for part in parts]
+
+
+@dataclass(frozen=True, eq=False)
+class Audited:
+    """A system with all that was stored of it."""
+
+    system: System
+    cells: list[Cell]  # one per seed, with all asks
+    canaries: list[Cell]
+    baselines: list[Baselines]
+    level: float
+
+    @cached_property
+    def attacked(self) -> list[Attacked]:
+        """Every ask, in order."""
+        found = []
+        for ask in self.cells[0].asks:
+            facts, users = [], []
+            for cell in self.cells:
+                file = cell.path / f"{ask.key}.json"
+                if not file.exists():
+                    continue
+                facts.append(json.loads(file.read_text(encoding="utf-8")))
+                if (table := file.with_suffix(".parquet")).exists():
+                    users.append(pl.read_parquet(table))
+            found.append(Attacked(ask, facts, users))
+        return found
+
+    def of_kind(self, *kinds: str) -> list[Attacked]:
+        """The asks of some kinds."""
+        return [each for each in self.attacked if each.ask.kind in kinds]
+
+    @cached_property
+    def chosen(self) -> tuple[Attacked, int] | None:
+        """The strongest attack on validation users, and its direction."""
+        return _chosen(self.of_kind("attack"))
+
+    @cached_property
+    def null(self) -> tuple[Attacked, int] | None:
+        """The strongest null on validation users, where the chosen attack stands."""
+        if self.chosen is None:
+            return None
+        return _chosen([each for each in self.of_kind("null") if each.vantage == self.chosen[0].vantage])
+
+    @cached_property
+    def strongest_values(self) -> list[PerUser]:
+        """The AUC of the strongest attack by test user, for each seed."""
+        return [] if self.chosen is None else self.chosen[0].values("auc", valid=False, direction=self.chosen[1])
+
+    def estimate(self, values: Sequence[PerUser]) -> dict[str, Any]:
+        """The columns of a value, of users whose values are from 0 to 1."""
+        given = [each for each in values if len(each.user) > 1]
+        if not given:
+            return _nothing()
+        users, numbers = [each.user for each in given], [each.value for each in given]
+        found = bootstrap_crossed(users, numbers, seed=0, level=self.level)
+        return _columns(found, len(given)) | {"low": max(0.0, found.low), "high": min(1.0, found.high)}
+
+    def utility(self, metric: str) -> list[PerUser]:
+        """The recommender's, by seed."""
+        tables = [pl.read_parquet(cell.path / "utility.parquet") for cell in self.cells if _has_utility(cell)]
+        return [_per_user(table, metric) for table in tables]
+
+
+def _has_utility(cell: Cell) -> bool:
+    return (cell.path / "utility.parquet").exists()
+
+
+def _per_user(table: pl.DataFrame, metric: str) -> PerUser:
+    return PerUser(table["user"].to_numpy(), table[metric].to_numpy(), 0)
+
+
+def _chosen(candidates: Iterable[Attacked]) -> tuple[Attacked, int] | None:
+    able = {each.ask.name: each for each in candidates if each.users}
+    values = {name: each.values("auc", valid=True) for name, each in able.items()}
+    values = {name: each for name, each in values.items() if each and all(len(one.user) for one in each)}
+    graded = {name: able[name].values("auc", valid=False) for name in values}
+    values = {name: each for name, each in values.items() if all(len(one.user) > 1 for one in graded[name])}
+    if not values:
+        return None
+    name, direction = strongest(values)
+    return able[name], direction
+
+
+def _columns(estimate: Estimate | Difference, seeds: int) -> dict[str, Any]:
+    users = estimate.n if isinstance(estimate, Estimate) else estimate.users
+    return {
+        "value": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "users": users,
+        "seeds": seeds,
+    }
+
+
+def _nothing() -> dict[str, Any]:
+    return {"value": None, "low": None, "high": None, "users": 0, "seeds": 0}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(audits: Sequence[Audited], references: Mapping[int, int]) -> dict[str, Rows | pl.DataFrame]:
+    """All tables; `references` gives for each system the place of the one that it is compared with."""
+    rows: dict[str, Rows] = {name: [] for name in TABLES if name != "risk"}
+    for place, audited in enumerate(audits):
+        labels = audited.system.labels
+        for name, make in _MAKERS.items():
+            rows[name] += [{**labels, **row} for row in make(audited)]
+        if references[place] != place:
+            rows["comparisons"] += [{**labels, **row} for row in _comparisons(audited, audits[references[place]])]
+    _correct(rows["comparisons"])
+    users = [part for audited in audits for part in _risk(audited)]
+    return {**rows, "risk": pl.concat(users) if users else []}
+
+
+def _scores(audited: Audited) -> Rows:
+    return [row for each in audited.of_kind("attack", "null") for row in _scores_of(audited, each)]
+
+
+def _scores_of(audited: Audited, each: Attacked) -> Rows:
+    role = "null" if each.ask.kind == "null" else "attack"
+    key = {"question": MEMBERSHIP, "attack": each.ask.name, "role": role, "vantage": each.vantage}
+    if each.reason is not None:
+        return [{**key, "metric": "auc", **_nothing(), "reason": each.reason}]
+    found = {name: audited.estimate(each.values(name, valid=False)) for name in ("auc", "f1", "exposed")}
+    seeds, level = len(each.users), audited.level
+    hits, alarms = each.counts("hits", "positives"), each.counts("alarms", "negatives")
+    if _some(hits) and _some(alarms):
+        found["advantage"] = _columns(bootstrap_rate_difference(hits, alarms, seed=0, level=level), seeds)
+    reasons: dict[str, str | None] = {}
+    for at in ("1%", "0.1%"):
+        name, hits = f"tpr@{at}", each.counts(f"hits@{at}", "positives")
+        if _some(hits) and all(one["thresholds"][at] is not None for one in each.facts):
+            found[name] = _columns(bootstrap_rate(hits, seed=0, level=level), seeds)
+        else:
+            found[name], reasons[name] = _nothing(), "Too few pairs that are not own items to tell."
+    return [{**key, "metric": name, **value, "reason": reasons.get(name)} for name, value in found.items()]
+
+
+def _some(counts: Sequence[Counts]) -> bool:
+    return bool(counts) and all(each.trials.sum() > 0 for each in counts)
+
+
+def _verdict(audited: Audited) -> Rows:
+    blank = dict.fromkeys(name for name in TABLES["verdicts"] if name not in audited.system.labels)
+    candidates = sum(bool(each.users) for each in audited.of_kind("attack"))
+    if audited.chosen is None:
+        reasons = dict.fromkeys(each.reason for each in audited.of_kind("attack") if each.reason)
+        words = f"Not measured. {' '.join(str(reason) for reason in reasons)}".strip()
+        key = {"question": MEMBERSHIP, "candidates": 0, "verdict": "not measured"}
+        return [{**blank, **_nothing(), **key, "words": words}]
+    attack, direction = audited.chosen
+    value = audited.estimate(audited.strongest_values)
+    found = {
+        **blank,
+        **value,
+        "question": MEMBERSHIP,
+        "attack": attack.ask.name,
+        "direction": direction,
+        "candidates": candidates,
+        "verdict": "cannot tell",
+    }
+    who = _VANTAGES.get(attack.vantage, attack.vantage)
+    words = f"{who} tells a user's own items from the others with AUC {_range(value)} ({attack.ask.name})"
+    if audited.null is not None:
+        null, turned = audited.null
+        values = null.values("auc", valid=False, direction=turned)
+        beside = audited.estimate(values)
+        excess = paired(audited.strongest_values, values, seed=0, level=audited.level)
+        found |= {"null": null.ask.name, "null_value": beside["value"], "null_low": beside["low"]}
+        found |= {"null_high": beside["high"], "excess": excess.value}
+        found |= {"excess_low": max(-1.0, excess.low), "excess_high": min(1.0, excess.high)}
+        found["verdict"] = "leaks" if excess.low > 0 else "not found" if excess.high <= _SMALL else "cannot tell"
+        words += (
+            f"; somebody {_NULLS.get(null.ask.name, null.ask.name)}, with {_range(beside)}. {_ADD[found['verdict']]}"
+        )
+    return [{**found, "words": words}]
+
+
+def _range(value: Mapping[str, Any]) -> str:
+    return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
+def _utility(audited: Audited) -> Rows:
+    found: Rows = []
+    given = [pl.read_parquet(each.path) for each in audited.baselines if each.path.exists()]
+    names = [name for name in (given[0].columns if given else []) if name not in ("user", "recommender")]
+    for name in given[0]["recommender"].unique(maintain_order=True) if given else []:
+        some = [table.filter(pl.col("recommender") == name) for table in given]
+        for metric in names:
+            values = [_per_user(table, metric) for table in some]
+            found.append({"recommender": name, "metric": metric, **audited.estimate(values)})
+    if any(_has_utility(cell) for cell in audited.cells):
+        label = audited.system.model.label
+        for metric in names or ("hit@10", "ndcg@10"):
+            found.append({"recommender": label, "metric": metric, **audited.estimate(audited.utility(metric))})
+    return found
+
+
+def _comparisons(audited: Audited, reference: Audited) -> Rows:
+    found: Rows = []
+    against = reference.system.defense.label
+    pairs: list[tuple[str, str | None, str, list[PerUser], list[PerUser]]] = []
+    if audited.chosen is not None and reference.chosen is not None:
+        mine, theirs = audited.strongest_values, reference.strongest_values
+        pairs.append((MEMBERSHIP, audited.chosen[0].ask.name, "auc", mine, theirs))
+    for metric in ("hit@10", "ndcg@10"):
+        pairs.append(("utility", None, metric, audited.utility(metric), reference.utility(metric)))
+    for question, attack, metric, mine, theirs in pairs:
+        if (
+            not mine
+            or len(mine) != len(theirs)
+            or not all(_common(one, two) for one, two in zip(mine, theirs, strict=True))
+        ):
+            continue
+        difference = paired(mine, theirs, seed=0, level=audited.level)
+        key = {"reference": against, "question": question, "attack": attack, "metric": metric}
+        ends = {"low": max(-1.0, difference.low), "high": min(1.0, difference.high)}
+        found.append({**key, **_columns(difference, difference.seeds), **ends, "p": difference.p, "p_holm": None})
+    return found
+
+
+def _common(one: PerUser, other: PerUser) -> bool:
+    return len(np.intersect1d(one.user, other.user)) > 1
+
+
+def _correct(rows: Rows) -> None:
+    """Holm's correction, over the defenses that are compared in the same question and metric."""
+    families: dict[tuple[str, ...], Rows] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("data", "model", "protocol", "question", "metric"))
+        families.setdefault(key, []).append(row)
+    for family in families.values():
+        for row, adjusted in zip(family, holm(np.array([row["p"] for row in family])).tolist(), strict=True):
+            row["p_holm"] = adjusted
+
+
+def _ledger(audited: Audited) -> Rows:
+    first = audited.cells[0].path / "facts.json"
+    entries = json.loads(first.read_text(encoding="utf-8"))["ledger"] if first.exists() else []
+    bounds = []
+    for cell in audited.canaries:
+        for ask in cell.asks:
+            file = cell.path / f"{ask.key}.json"
+            if file.exists() and (bound := json.loads(file.read_text(encoding="utf-8")).get("bound")):
+                bounds.append(bound)
+    shown = {"canaries": None, "at_least": None, "level": None}
+    if bounds:
+        best = bounds[0]  # the first attack's that could be run: chosen before anything was seen
+        shown = {"canaries": best["canaries"], "at_least": best["epsilon"], "level": best["level"]}
+    columns = [name for name in TABLES["ledger"] if name not in (*audited.system.labels, *shown)]
+    return [{**{name: entry.get(name) for name in columns}, **shown} for entry in entries]
+
+
+def _roc(audited: Audited) -> Rows:
+    seed = audited.cells[0].seed
+    return [
+        {"question": MEMBERSHIP, "attack": each.ask.name, "role": each.ask.kind, "seed": seed, "fpr": fpr, "tpr": tpr}
+        for each in audited.of_kind("attack", "null")
+        if each.users
+        for fpr, tpr in each.facts[0]["roc"]
+    ]
+
+
+def _parts(audited: Audited) -> Rows:
+    found: Rows = []
+    for each in audited.of_kind("component"):
+        key = {"question": MEMBERSHIP, "attack": each.ask.name, "kind": "component", "part": each.ask.role, "x": None}
+        value = audited.estimate(each.values("auc", valid=False)) if each.users else _nothing()
+        found.append({**key, **value, "reason": each.reason})
+    if audited.chosen is None:
+        return found
+    attack, direction = audited.chosen
+    key = {"question": MEMBERSHIP, "attack": attack.ask.name, "reason": None}
+    people = loaded(audited.system.data).users
+    attributes = [name for name in people.columns[1:] if people.schema[name] == pl.String]
+    about = people.select(attributes).with_row_index("user").with_columns(pl.col("user").cast(pl.Int64))
+    graded = [frame.filter(~pl.col("valid") & pl.col("auc").is_not_null()) for frame in attack.users]
+    if direction < 0:
+        graded = [frame.with_columns(1 - pl.col("auc")) for frame in graded]
+    frames = [frame.join(about, on="user", how="left", maintain_order="left") for frame in graded]
+    for kind in ("round", "activity", *attributes):
+        for part, x, some in _groups(frames, kind):
+            if min(map(len, some)) >= _FEW:
+                values = audited.estimate([_per_user(frame, "auc") for frame in some])
+                found.append({**key, "kind": kind, "part": part, "x": x, **values})
+    return found
+
+
+def _groups(frames: Sequence[pl.DataFrame], kind: str) -> Iterable[tuple[str, float | None, list[pl.DataFrame]]]:
+    """Users by what they have in common: a label, a place on an axis, and those of each seed."""
+    if not len(frames) or not all(len(frame) for frame in frames):
+        return
+    every = pl.concat([frame.select(kind) for frame in frames])[kind].drop_nulls()
+    if every.dtype == pl.String:
+        for name in sorted(every.unique().to_list()):
+            yield name, None, [frame.filter(pl.col(kind) == name) for frame in frames]
+        return
+    ends = np.unique(np.quantile(every.to_numpy(), np.linspace(0, 1, _GROUPS + 1), method="nearest"))
+    for low, high in pairwise(ends):
+        last = high == ends[-1]
+        part = [frame.filter(pl.col(kind).is_between(low, high, closed="both" if last else "left")) for frame in frames]
+        top = int(high) if last else int(high) - 1
+        yield f"{int(low):,} to {top:,}" if top > low else f"{int(low):,}", (float(low) + top) / 2, part
+
+
+def _risk(audited: Audited) -> list[pl.DataFrame]:
+    people = loaded(audited.system.data).users["id"]
+    found = []
+    for each in audited.of_kind("attack"):
+        for cell, frame in zip(audited.cells, each.users, strict=False):
+            ordered = frame.sort(["exposed", "auc", "user"], descending=[True, True, False], nulls_last=True)
+            labels = {**audited.system.labels, "question": MEMBERSHIP, "attack": each.ask.name}
+            made = ordered.select(
+                *(pl.lit(value).alias(name) for name, value in labels.items()),
+                pl.lit(cell.seed).alias("seed"),
+                pl.Series("user", people.gather(ordered["user"])),
+                *("activity", "auc", "exposed"),
+                pl.int_range(1, pl.len() + 1).alias("rank"),
+            )
+            found.append(made)
+    return found
+
+
+_MAKERS: Mapping[str, Callable[[Audited], Rows]] = {
+    "scores": _scores,
+    "verdicts": _verdict,
+    "utility": _utility,
+    "ledger": _ledger,
+    "roc": _roc,
+    "parts": _parts,
+}
