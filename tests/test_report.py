@@ -21,9 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, sync_playwright
 
+from recleak.errors import ConfigError
 from recleak.files import WriteError
 from recleak.findings import SYSTEM, TABLES, Findings
-from recleak.report import charts, compare, page, render, write
+from recleak.report import charts, compare, matrix, page, render, write
 from recleak.report.markup import Html, script_json, tag
 from recleak.report.view import System, View
 from report_sample import COMMENT, DATA, DEFENSES, IMAGE, QUESTION, SCRIPT, big, empty, sample
@@ -826,3 +827,40 @@ def test_a_chart_that_cannot_be_drawn_opens_its_table(open_page: Open, files: di
 
 def test_the_labels_of_a_system_are_those_of_the_findings() -> None:
     assert System._fields == SYSTEM
+
+
+# --- the matrix, for a page of documentation --------------------------------------------------------------------------
+
+
+def test_the_matrix_as_markdown(tmp_path: Path) -> None:
+    target = tmp_path / "page.md"
+    target.write_text("# Mine\n\n<!-- begin matrix -->\nstale\n<!-- end matrix -->\n\nkept\n", encoding="utf-8")
+    matrix.write_markdown(sample(), target)
+    text = target.read_text(encoding="utf-8")
+    assert text.startswith("# Mine")
+    assert text.endswith("kept\n")
+    assert "stale" not in text
+    assert "| none | **0.9" in text, "the chosen attack is bold"
+    assert "*Popularity*" in text
+    assert "(a)" in text, "what makes no sense has a footnote"
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert not any("<script" in line or "<img" in line for line in rows)
+    once = text
+    matrix.write_markdown(sample(), target)
+    assert target.read_text(encoding="utf-8") == once
+
+
+def test_a_page_without_a_place_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "page.md"
+    target.write_text("precious", encoding="utf-8")
+    with pytest.raises(ConfigError, match="begin matrix"):
+        matrix.write_markdown(sample(), target)
+    assert target.read_text(encoding="utf-8") == "precious"
+    assert "| defense |" in matrix.write_markdown(sample(), tmp_path / "new.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.heavy
+def test_the_matrix_as_a_picture(tmp_path: Path) -> None:
+    png = matrix.write_picture(sample(), tmp_path / "matrix.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert len(png) < 300_000

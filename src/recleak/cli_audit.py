@@ -137,19 +137,40 @@ def audit(
         sys.exit(1)
 
 
-def report_command(run: Path, /, *, out_file: Annotated[Path | None, Parameter(name="--out")] = None) -> None:
-    """Build the report of a run again, from its findings alone.
+def report_command(
+    run: Path,
+    /,
+    *,
+    out_file: Annotated[Path | None, Parameter(name="--out")] = None,
+    markdown: Path | None = None,
+    picture: Path | None = None,
+) -> None:
+    """Build the report of a run again, from its findings alone; or the matrix for a page of your own.
 
     Parameters
     ----------
     run
         A run directory.
     out_file
-        Where to (default: report.html in the run directory).
+        Where the report goes (default: report.html in the run directory).
+    markdown
+        Write every attack on every defense to this page instead, between its <!-- begin matrix --> and
+        <!-- end matrix -->, if it is there.
+    picture
+        Draw the same to this PNG file.
     """
     from recleak.findings import Findings
 
-    say(f"Report: {Findings.read(run).report(out_file or run / 'report.html')}")
+    findings = Findings.read(run)
+    if markdown is not None or picture is not None:
+        from recleak.report import matrix
+
+        if markdown is not None:
+            say(f"Matrix: {matrix.write_markdown(findings, markdown)}")
+        if picture is not None:
+            say(f"Picture: {matrix.write_picture(findings, picture)}")
+    if out_file is not None or (markdown is None and picture is None):
+        say(f"Report: {findings.report(out_file or run / 'report.html')}")
 
 
 def compare(*runs: Path, out_file: Annotated[Path, Parameter(name="--out")] = Path("comparison.html")) -> None:
