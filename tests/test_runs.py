@@ -223,7 +223,7 @@ def test_a_run_killed_at_random_moments_ends_the_same(data: str, whole: tuple[Fi
             process.wait()
             kills += 1
     assert kills
-    (tmp_path / "run" / "cells" / "half.parquet.1.partial").write_bytes(b"what a kill may leave")
+    (tmp_path / "run" / "findings.json.1.partial").write_bytes(b"what a kill may leave")
     subprocess.run(command, check=True, capture_output=True)
     assert everything(tmp_path / "run") == everything(folder)
 
@@ -281,22 +281,6 @@ def test_a_system_that_cannot_be_says_why(data: str, tmp_path: Path) -> None:
     assert "Train with loss='bce'" in verdict["randomized-labels epsilon 1.0"]["words"]
 
 
-# --- the self-test ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.heavy
-def test_on_shuffled_labels_nothing_is_found(data: str, tmp_path: Path) -> None:
-    short = table(data, defenses=["none"], seeds=3, by_component=[], canaries=False, shuffle_labels=True)
-    findings = audit_run(experiment(short), tmp_path / "run")
-    row = findings.verdicts.to_dicts()[0]
-    assert row["verdict"] != "leaks"
-    assert row["low"] <= 0.5 <= row["high"]
-    assert findings.about["self_test"]
-
-
-# --- a user's own attack ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Fixed:
     """An attack that answers the same to everything."""
@@ -312,6 +296,75 @@ class Fixed:
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         return torch.full(question.item.shape, self.value, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Picky(Fixed):
+    """An attack that cannot be run with some seeds."""
+
+    seed: int = 0
+    refused: int = 1
+
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
+        if self.seed == self.refused and int(state["messages"]) == 2:
+            raise ConfigError("Not with this seed.")
+        return super().fold(knowledge, state, message)
+
+
+@pytest.mark.heavy
+def test_a_seed_that_cannot_be_measured_does_not_spoil_the_others(data: str, tmp_path: Path) -> None:
+    short = table(data, seeds=3, defenses=["none", "secure-aggregation"], by_component=[], canaries=False)
+    attacks = [*short["attacks"], {"use": f"{Picky.__module__}:Picky"}]
+    findings = audit_run(experiment({**short, "attacks": attacks}), tmp_path / "run")
+    rows = findings.scores.filter(pl.col("defense") == "none", pl.col("attack") == "Picky", pl.col("metric") == "auc")
+    assert rows["seeds"].to_list() == [2]
+    others = findings.scores.filter(pl.col("defense") == "none", pl.col("attack") == "projection")
+    assert set(others["seeds"]) == {3} | {0}, "0: too few pairs for a rate at 0.1 %"
+    assert set(findings.risk.filter(pl.col("attack") == "Picky")["seed"]) == {0, 2}
+    assert len(findings.comparisons)
+
+
+def test_a_folder_with_another_experiment_json_is_refused(data: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment.json").write_text('{"volts": 3}', encoding="utf-8")
+    (tmp_path / "thesis.partial").write_text("precious", encoding="utf-8")
+    with pytest.raises(ConfigError, match="holds other things"):
+        audit_run(experiment(table(data)), tmp_path)
+    assert (tmp_path / "thesis.partial").exists()
+    assert (tmp_path / "experiment.json").read_text(encoding="utf-8") == '{"volts": 3}'
+
+
+@pytest.mark.heavy
+def test_names_that_are_patterns_and_two_labels_for_one_system(data: str, tmp_path: Path) -> None:
+    short = table(data, seeds=1, by_component=[], canaries=False, attacks=["k-means"])
+    both = ["none", {"use": "none", "name": "again"}]
+    findings = audit_run(experiment({**short, "defenses": both}), tmp_path / "run[1]", workers=2)
+    first, second = findings.verdicts["value"].to_list()
+    assert first == second
+
+
+@pytest.mark.heavy
+def test_what_was_not_measured_fails_a_condition(data: str, tmp_path: Path) -> None:
+    short = table(data, seeds=1, by_component=[], canaries=False, attacks=["k-means"], defenses=["secure-aggregation"])
+    findings = audit_run(experiment(short), tmp_path / "run")
+    assert list(Condition.parse("membership.auc > 0.6").violations(findings)) == [
+        "membership.auc: not measured, so nothing is known (small, mf, federated, secure-aggregation)"
+    ]
+
+
+# --- the self-test ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.heavy
+def test_on_shuffled_labels_nothing_is_found(data: str, tmp_path: Path) -> None:
+    short = table(data, defenses=["none"], seeds=3, by_component=[], canaries=False, shuffle_labels=True)
+    findings = audit_run(experiment(short), tmp_path / "run")
+    row = findings.verdicts.to_dicts()[0]
+    assert row["verdict"] != "leaks"
+    assert row["low"] <= 0.5 <= row["high"]
+    assert findings.about["self_test"]
+
+
+# --- a user's own attack ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.heavy

@@ -37,5 +37,5 @@ def audit(
         table = experiments.quick_start()
     else:
         table = experiment if isinstance(experiment, Mapping) else experiments.read(Path(experiment))
-    made = experiments.experiment({**table, **fields})
+    made = experiments.experiment(experiments.with_fields(table, fields))
     return audit_run(made, Path(out), workers=workers, command="recleak.audit(...)")

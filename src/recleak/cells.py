@@ -36,7 +36,7 @@ from recleak.data.sampling import evaluation_candidates
 from recleak.data.source import open_data
 from recleak.data.split import Split, leave_one_out
 from recleak.defenses.base import Defense
-from recleak.errors import ConfigError
+from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import Data, System, canonical
 from recleak.files import replace_table, replace_text
 from recleak.grading import grade_users, pairs_seen, shuffled, truth_of
@@ -59,6 +59,7 @@ NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
     Aggregator: ("popularity-of-sums",),
 }
 _SCOUTS: Mapping[type[Vantage[Any]], str] = {Server: "random", Aggregator: "popularity-of-sums"}  # what pairs are asked
+_FAILED = "failed: why"  # in the state of a tap
 Kind = Literal["attack", "null", "component", "canary"]
 
 
@@ -186,20 +187,24 @@ def measure(cell: Cell, threads: int) -> Iterator[str]:
     except (ConfigError, DivergedError) as error:
         for ask in cell.asks:
             _store_reason(cell, ask, str(error))
-        _store(cell, "facts", {"reason": str(error), "ledger": []})
+        if not (cell.path / "facts.json").exists():
+            _store(cell, "facts", {"reason": str(error), "ledger": []})
     for left in cell.path.glob("work-*"):
         shutil.rmtree(left, ignore_errors=True)
     yield from ()
 
 
 def _measure(cell: Cell, made: _Made, threads: int, canaries: Canaries | None) -> None:
-    taps: dict[str, Listening[Any, WhichItems]] = {}
+    taps: dict[str, _Partial] = {}
     for ask in cell.asks:
         attack = _seeded(objects.build("attack", ask.settings), cell.seed)
         reason = _no_sense(attack, made, ask)
         if reason is None:
-            taps[ask.key] = _Partial(attack, made, ask.role)
-        else:
+            try:
+                taps[ask.key] = _Partial(attack, made, ask.role)
+            except RecleakError as error:
+                reason = str(error)
+        if reason is not None:
             _store_reason(cell, ask, reason)
     seen = {tap.attack.vantage for tap in taps.values()}
     scouts = {
@@ -221,11 +226,14 @@ def _measure(cell: Cell, made: _Made, threads: int, canaries: Canaries | None) -
     )
     rounds = _first_rounds(made)
     for ask in cell.asks:
-        if (tap := taps.get(ask.key)) is not None and canaries is None:
-            _store_grades(
-                cell, ask, tap, pairs_seen(scouts[tap.attack.vantage].state(), made.train.n_items), made, rounds
-            )
-        elif tap is not None and canaries is not None:
+        if (tap := taps.get(ask.key)) is None:
+            continue
+        if tap.failed is not None:
+            _store_reason(cell, ask, tap.failed)
+        elif canaries is None:
+            asked = pairs_seen(scouts[tap.attack.vantage].state(), made.train.n_items)
+            _store_grades(cell, ask, tap, asked, made, rounds)
+        else:
             _store_bound(cell, ask, tap, canaries.of(np.flatnonzero(rounds >= 0)))
     if canaries is None:
         replace_table(cell.path / "utility.parquet", _ranking(made.split, trained, cell.system.data, cell.seed))
@@ -244,11 +252,12 @@ def _measure(cell: Cell, made: _Made, threads: int, canaries: Canaries | None) -
 class _Partial(Listening[Any, WhichItems]):
     """An attack that listens; of uploads perhaps to one role's part only: the changes of all others read as zero.
 
-    Which rows are sent stays visible.
+    Which rows are sent stays visible. An attack that cannot go on does not end the run for the others.
     """
 
     def __init__(self, attack: Any, made: _Made, role: str = "") -> None:
         super().__init__(attack.vantage(), attack, made.knowledge)
+        self.failed: str | None = None  # why it could not go on
         self._names = {part.name for part in made.components if role in ("", part.role)}
 
     def receive(self, message: Message) -> None:
@@ -259,7 +268,22 @@ class _Partial(Listening[Any, WhichItems]):
                 return tensor if name in self._names else torch.zeros_like(tensor)
 
             message = replace(message, update=message.update.map(keep))
-        super().receive(message)
+        if self.failed is None:
+            try:
+                super().receive(message)
+            except RecleakError as error:
+                self.failed = str(error)
+
+    def state(self) -> dict[str, Tensor]:
+        """The attack's, and its failure."""
+        failed = {} if self.failed is None else {_FAILED: torch.tensor(list(self.failed.encode()), dtype=torch.uint8)}
+        return {**super().state(), **failed}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Both."""
+        super().restore({name: value for name, value in state.items() if name != _FAILED})
+        if _FAILED in state:
+            self.failed = bytes(state[_FAILED].tolist()).decode()
 
 
 def _seeded(attack: Any, seed: int) -> Any:
@@ -275,6 +299,8 @@ def _no_sense(attack: Any, made: _Made, ask: Ask) -> str | None:
         return f"There is no vantage point {attack.vantage.__name__} in this protocol."
     if attack.vantage is Server and made.defense.secure_aggregation:
         return "Secure aggregation: no upload of a single client reaches the server. Attack the sums instead."
+    if ask.role and attack.vantage is not Server:
+        return "A sum is not read by parts."
     if ask.role and not any(part.shared and part.role == ask.role for part in made.components):
         return f"Nothing of the role {ask.role} is sent."
     return None

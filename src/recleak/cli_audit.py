@@ -41,36 +41,26 @@ class Overrides:
 
     def apply(self, table: dict[str, Any]) -> dict[str, Any]:
         """The experiment with these in place of its own."""
-        from recleak.experiment import parse
+        from recleak.experiment import parse, with_fields
 
-        made = dict(table)
+        made: dict[str, Any] = {}
         if self.data:
             made["data"] = [{"name": name} for name in self.data]
         if self.preset is not None:
-            given = made.get("data", "synthetic")
-            every = given if isinstance(given, list) else [given]
-            made["data"] = [
-                {**({"name": one} if isinstance(one, str) else one), "preset": self.preset} for one in every
-            ]
+            made["data"] = _with(made.get("data", table.get("data", "synthetic")), "name", preset=self.preset)
         if self.model:
             made["model"] = [parse("model", text) for text in self.model]
         if self.defense:
             made["defenses"] = [parse("defense", text) for text in self.defense]
         if self.attack:
             made["attacks"] = [parse("attack", text) for text in self.attack]
-            labels = {each["use"] for each in made["attacks"]}
-            made["by_component"] = [name for name in made.get("by_component", []) if name in labels]
         if self.rounds is not None:
-            given = made.get("protocol", "federated")
-            every = given if isinstance(given, list) else [given]
-            made["protocol"] = [
-                {**({"use": one} if isinstance(one, str) else one), "rounds": self.rounds} for one in every
-            ]
+            made["protocol"] = _with(table.get("protocol", "federated"), "use", rounds=self.rounds)
         if self.seeds is not None:
             made["seeds"] = self.seeds
         if self.shuffle_labels:
             made["shuffle_labels"] = True
-        return made
+        return with_fields(table, made)
 
 
 def _with(given: Any, key: str, **setting: Any) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ _FORM = re.compile(r"\s*([a-z][a-z-]*)\.([a-z0-9@%.-]+?)\s*(>=|<=|>|<)\s*([-+0-9
 
 @dataclass(frozen=True)
 class Condition:
-    """Something that must not be certain of any system."""
+    """Something that must not be certain of any system; of what was not measured, nothing is."""
 
     question: str  # membership, ..., or utility
     metric: str
@@ -43,15 +43,15 @@ class Condition:
 
         `point`: the value itself counts. An attack's metric is that of the strongest one, as in the verdict.
         """
-        rows = self._rows(findings)
         above = self.sign.startswith(">")
-        for row in rows:
+        for row in self._rows(findings):
+            system = ", ".join(row[name] for name in SYSTEM)
             end = row["value"] if point else row["low"] if above else row["high"]
             if end is None:
+                yield f"{self.question}.{self.metric}: not measured, so nothing is known ({system})"
                 continue
             beyond = {">": end > self.limit, ">=": end >= self.limit, "<": end < self.limit, "<=": end <= self.limit}
             if beyond[self.sign]:
-                system = ", ".join(row[name] for name in SYSTEM)
                 interval = f"{row['value']:.4g} [{row['low']:.4g}, {row['high']:.4g}]"
                 yield f"{self.question}.{self.metric} {self.sign} {self.limit:g}: {interval} ({system})"
 
@@ -68,7 +68,7 @@ class Condition:
         if self.metric == "excess":
             names = {"excess": "value", "excess_low": "low", "excess_high": "high"}
             return mine.drop("value", "low", "high").rename(names).to_dicts()
-        scores = findings.scores.filter(pl.col("question") == self.question)
+        scores = findings.scores.filter(pl.col("question") == self.question, pl.col("role") == "attack")
         self._check("metric", self.metric, ["excess", *scores["metric"].unique().to_list()])
         chosen = mine.select(*SYSTEM, "attack")
         return scores.filter(pl.col("metric") == self.metric).join(chosen, on=[*SYSTEM, "attack"]).to_dicts()

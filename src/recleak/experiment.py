@@ -15,6 +15,7 @@ A *system* is what is attacked: data, model, protocol and defense.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from recleak import objects
 from recleak.errors import ConfigError, unknown_name
 from recleak.objects import NAMES, Kind
 
+_PLUS = re.compile(r"\+(?=\s*[A-Za-z_])")  # between parts of a chain; not that of 1e+2
 Objects = str | dict[str, Any] | list[str | dict[str, Any]]
 _KINDS: Mapping[str, Kind] = {
     "model": "model",
@@ -199,6 +201,8 @@ def _spanned_data(value: Objects) -> list[tuple[str, Data]]:
         " ".join([Path(str(each.get("name", "synthetic"))).name, *(str(each.get(name, "")) for name in vary)]).strip()
         for each in choices
     ]
+    if len(set(labels)) < len(labels):  # folders of the same name
+        labels = [" ".join(str(each.get(name, "")) for name in ("name", *vary)).strip() for each in choices]
     _different("data", labels)
     return [(label, objects.made(Data, each, "data")) for label, each in zip(labels, choices, strict=True)]
 
@@ -244,6 +248,12 @@ def experiment(table: Mapping[str, Any], where: str = "experiment") -> Experimen
     return made
 
 
+def with_fields(table: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with some fields replaced; other attacks have other labels, so what is said of them goes."""
+    gone = {"by_component"} if "attacks" in fields else set()
+    return {name: value for name, value in table.items() if name not in gone} | dict(fields)
+
+
 def parse(kind: Kind, text: str) -> dict[str, Any]:
     """A choice as it is typed: `proximal,strength=0.1`; a chain of defenses with `+`; or an inline TOML table.
 
@@ -252,7 +262,7 @@ def parse(kind: Kind, text: str) -> dict[str, Any]:
     """
     if text.lstrip().startswith("{"):
         return _table(kind, _toml(text))
-    parts = [_parse_one(each) for each in (text.split("+") if kind == "defense" else [text])]
+    parts = [_parse_one(each) for each in (_PLUS.split(text) if kind == "defense" else [text])]
     return parts[0] if len(parts) == 1 else {"use": "chain", "defenses": parts}
 
 

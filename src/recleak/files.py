@@ -35,6 +35,11 @@ def replace_bytes(path: Path, data: bytes) -> None:
         ) from error
 
 
+def read_table(path: Path) -> pl.DataFrame:
+    """A Parquet file; its name is no pattern, whatever letters are in it."""
+    return pl.read_parquet(path, glob=False)
+
+
 def replace_text(path: Path, text: str) -> None:
     """The same for text."""
     replace_bytes(path, text.encode())

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recleak.errors import RecleakError
-from recleak.files import replace_table, replace_text
+from recleak.files import read_table, replace_table, replace_text
 
 VERSION = 1
 SYSTEM = ("data", "model", "protocol", "defense")  # labels as the experiment gives them
@@ -128,7 +128,7 @@ class Findings:
             about = json.loads(path.read_text(encoding="utf-8"))["about"]
             if about["version"] != VERSION:
                 raise ValueError(f"version {about['version']!r}, expected {VERSION}")
-            rows = {name: pl.read_parquet(folder / "findings" / f"{name}.parquet") for name in TABLES}
+            rows = {name: read_table(folder / "findings" / f"{name}.parquet") for name in TABLES}
             return cls.of(about, rows)
         except (ValueError, KeyError, TypeError, OSError, pl.exceptions.PolarsError) as error:
             raise FindingsError(f"{path}: not findings of this version ({error}).\n  Audit again.") from error
@@ -147,7 +147,7 @@ class Findings:
         worth = self.utility.filter(pl.col("recommender") == pl.col("model"))
         first = worth["metric"][0] if len(worth) else "utility"
         worth = worth.filter(pl.col("metric") == first).select(*SYSTEM, pl.col("value").alias(first))
-        rate = self.scores.filter(pl.col("metric") == "tpr@1%").select(
+        rate = self.scores.filter(pl.col("metric") == "tpr@1%", pl.col("role") == "attack").select(
             *SYSTEM, *_ATTACK, pl.col("value").alias("tpr@1%")
         )
         columns = (*_ATTACK, "value", "low", "high", "null", "null_value")

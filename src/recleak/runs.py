@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +25,7 @@ from recleak import __version__, objects
 from recleak.cells import NULLS, Ask, Baselines, Cell, loaded, measure, split_of
 from recleak.data.sampling import evaluation_candidates
 from recleak.errors import ConfigError, RecleakError
-from recleak.experiment import Data, Experiment, System
+from recleak.experiment import Data, Experiment, System, canonical
 from recleak.files import replace_text
 from recleak.findings import Findings
 from recleak.jobs import Outcome, do_all
@@ -41,7 +42,8 @@ class RunError(RecleakError):
 
 
 def audit_run(experiment: Experiment, folder: Path, *, workers: int = 1, command: str = "") -> Findings:
-    """Measure what is missing, then write findings and report into the folder."""
+    """Measure what is missing, then write findings into the folder."""
+    loaded.cache_clear()  # data may have changed since
     with locked(folder):
         _begin(experiment, folder)
         plan = _Plan(experiment, folder)
@@ -82,7 +84,7 @@ class _Plan:
         asks = [self.asks, *[rest] * (len(seeds) - 1)]
         cells = [Cell(system, seed, print_, some, folder / "cells") for seed, some in zip(seeds, asks, strict=True)]
         canaries: list[Cell] = []
-        if self.experiment.canaries:
+        if self.experiment.canaries and not self.experiment.shuffle_labels:
             first = tuple(replace(ask, kind="canary") for ask in _first_by_vantage(self.asks))
             canaries = [Cell(system, seeds[0], print_, first, folder / "cells", canaries=True)]
         baselines = [Baselines(system.data, seed, print_, folder / "baselines") for seed in seeds]
@@ -92,9 +94,13 @@ class _Plan:
         """What is not stored yet: the first seed of everything before the second, cells before canaries."""
         baselines = {each.path: each for audited in self.audits for each in audited.baselines}
         cells = [each for turn in zip(*(audited.cells for audited in self.audits), strict=True) for each in turn]
-        canaries = [each for audited in self.audits for each in audited.canaries]
-        found = (each.missing() for each in (*baselines.values(), *cells, *canaries))
-        return [each for each in found if each is not None]
+        cells += [each for audited in self.audits for each in audited.canaries]
+        different = {each.path: each for each in cells}  # two labels may name one system
+        found = [(each, each.missing()) for each in (*baselines.values(), *different.values())]
+        for each, left in found:
+            for work in each.path.glob("work-*") if left is None else ():  # of a process that was killed at its end
+                shutil.rmtree(work, ignore_errors=True)
+        return [left for _, left in found if left is not None]
 
     def findings(self, command: str) -> Findings:
         """What is stored, summed up."""
@@ -116,16 +122,18 @@ class _Plan:
         notes = [note for data in self.fingerprints for note in _notes(data, experiment.seed_list[0])]
         attacks: dict[str, dict[str, Any]] = {}
         for audited in self.audits:
-            for each in audited.attacked:
-                if each.ask.kind in ("attack", "null") and (each.ask.name not in attacks or each.users):
-                    attacks.setdefault(each.ask.name, {}).update(_attack_about(each.ask, each.facts))
+            for each in audited.of_kind("attack", "null"):
+                if each.ask.key not in attacks or not attacks[each.ask.key]["knowledge"]:
+                    attacks[each.ask.key] = _attack_about(each.ask, each.facts)
         return {
             "recleak": __version__,
             "title": experiment.title,
             "experiment": json.loads(experiment.model_dump_json()),
             "systems": [{**audited.system.labels, "text": _words(audited.system)} for audited in self.audits],
             "attacks": list(attacks.values()),
-            "fingerprints": {data.name: print_ for data, print_ in self.fingerprints.items()},
+            "fingerprints": {
+                audited.system.data_label: self.fingerprints[audited.system.data] for audited in self.audits
+            },
             "notes": notes,
             "level": experiment.level,
             "validation": experiment.validation,
@@ -188,14 +196,14 @@ def _attack_about(ask: Ask, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "role": ask.kind,
         "vantage": made.vantage.__name__,
         "text": text,
-        "settings": repr(made),
+        "settings": dict(ask.settings),
         "knowledge": known.get("knowledge"),
     }
 
 
 def _words(system: System) -> str:
     settings = system.settings
-    parts = [repr(objects.build(kind, settings[kind])) for kind in ("model", "protocol", "defense")]
+    parts = [canonical(settings[kind]) for kind in ("model", "protocol", "defense")]
     preset = f", preset {system.data.preset}" if system.data.preset else ""
     return f"{system.data.name}{preset}; {'; '.join(parts)}"
 
@@ -213,15 +221,25 @@ def environment() -> dict[str, str]:
 
 def _begin(experiment: Experiment, folder: Path) -> None:
     """A folder of something else is refused; that of another experiment is reused, cell by cell."""
+    for place in (folder, folder / "findings", folder / "baselines", *(folder / "cells").glob("*")):
+        for left in place.glob("*.partial"):
+            if left.is_file() and left.name.split(".")[-2].isdecimal():  # of a process that was killed while it wrote
+                left.unlink()
     others = [each.name for each in folder.iterdir() if each.name != ".lock"]
-    if others and not (folder / "experiment.json").exists():
+    if others and not _is_run(folder):
         raise ConfigError(
             f"{folder} holds other things ({', '.join(sorted(others)[:3])}), expected a run or an empty folder.\n"
             "  Nothing is overwritten: give another folder with --out."
         )
-    for left in folder.rglob("*.partial"):  # of a process that was killed while it wrote
-        left.unlink()
     replace_text(folder / "experiment.json", experiment.model_dump_json(indent=2) + "\n")
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        Experiment.model_validate_json((folder / "experiment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _log(folder: Path, done: Sequence[tuple[str, Outcome]]) -> None:

@@ -18,6 +18,7 @@ import polars as pl
 
 from recleak.cells import Ask, Baselines, Cell, loaded
 from recleak.experiment import System
+from recleak.files import read_table
 from recleak.findings import TABLES
 from recleak.metrics.comparison import (
     Counts,
@@ -55,15 +56,17 @@ class Attacked:
     """One attack on one system, over seeds; without users if it makes no sense, and then it says why."""
 
     ask: Ask
-    facts: list[dict[str, Any]]  # of each seed
-    users: list[pl.DataFrame]  # of each seed, all users
+    seeds: list[int]  # those that were graded
+    facts: list[dict[str, Any]]  # of each of them
+    users: list[pl.DataFrame]  # of each of them, all users
+    reasons: list[str]  # of the others
 
     @property
     def reason(self) -> str | None:
         """Why there are no users."""
         if self.users:
             return None
-        return next((str(each["reason"]) for each in self.facts if each.get("reason")), "It was not run.")
+        return next(iter(self.reasons), "It was not run.")
 
     @property
     def vantage(self) -> str:
@@ -100,15 +103,19 @@ class Audited:
         """Every ask, in order."""
         found = []
         for ask in self.cells[0].asks:
-            facts, users = [], []
+            made = Attacked(ask, [], [], [], [])
             for cell in self.cells:
                 file = cell.path / f"{ask.key}.json"
                 if not file.exists():
                     continue
-                facts.append(json.loads(file.read_text(encoding="utf-8")))
-                if (table := file.with_suffix(".parquet")).exists():
-                    users.append(pl.read_parquet(table))
-            found.append(Attacked(ask, facts, users))
+                facts = json.loads(file.read_text(encoding="utf-8"))
+                if facts["reason"] is not None:
+                    made.reasons.append(str(facts["reason"]))
+                    continue
+                made.seeds.append(cell.seed)
+                made.facts.append(facts)
+                made.users.append(read_table(file.with_suffix(".parquet")))
+            found.append(made)
         return found
 
     def of_kind(self, *kinds: str) -> list[Attacked]:
@@ -141,10 +148,11 @@ class Audited:
         found = bootstrap_crossed(users, numbers, seed=0, level=self.level)
         return _columns(found, len(given)) | {"low": max(0.0, found.low), "high": min(1.0, found.high)}
 
-    def utility(self, metric: str) -> list[PerUser]:
-        """The recommender's, by seed."""
-        tables = [pl.read_parquet(cell.path / "utility.parquet") for cell in self.cells if _has_utility(cell)]
-        return [_per_user(table, metric) for table in tables]
+    def utility(self, metric: str) -> tuple[list[int], list[PerUser]]:
+        """The recommender's: seeds, and values for each."""
+        cells = [cell for cell in self.cells if _has_utility(cell)]
+        tables = [read_table(cell.path / "utility.parquet") for cell in cells]
+        return [cell.seed for cell in cells], [_per_user(table, metric) for table in tables]
 
 
 def _has_utility(cell: Cell) -> bool:
@@ -224,7 +232,7 @@ def _scores_of(audited: Audited, each: Attacked) -> Rows:
 
 
 def _some(counts: Sequence[Counts]) -> bool:
-    return bool(counts) and all(each.trials.sum() > 0 for each in counts)
+    return bool(counts) and all(each.trials.sum() > 0 and len(each.user) > 1 for each in counts)
 
 
 def _verdict(audited: Audited) -> Rows:
@@ -252,7 +260,8 @@ def _verdict(audited: Audited) -> Rows:
         null, turned = audited.null
         values = null.values("auc", valid=False, direction=turned)
         beside = audited.estimate(values)
-        excess = paired(audited.strongest_values, values, seed=0, level=audited.level)
+        ours, theirs = _matched((attack.seeds, audited.strongest_values), (null.seeds, values))
+        excess = paired(ours, theirs, seed=0, level=audited.level)
         found |= {"null": null.ask.name, "null_value": beside["value"], "null_low": beside["low"]}
         found |= {"null_high": beside["high"], "excess": excess.value}
         found |= {"excess_low": max(-1.0, excess.low), "excess_high": min(1.0, excess.high)}
@@ -269,7 +278,7 @@ def _range(value: Mapping[str, Any]) -> str:
 
 def _utility(audited: Audited) -> Rows:
     found: Rows = []
-    given = [pl.read_parquet(each.path) for each in audited.baselines if each.path.exists()]
+    given = [read_table(each.path) for each in audited.baselines if each.path.exists()]
     names = [name for name in (given[0].columns if given else []) if name not in ("user", "recommender")]
     for name in given[0]["recommender"].unique(maintain_order=True) if given else []:
         some = [table.filter(pl.col("recommender") == name) for table in given]
@@ -279,7 +288,7 @@ def _utility(audited: Audited) -> Rows:
     if any(_has_utility(cell) for cell in audited.cells):
         label = audited.system.model.label
         for metric in names or ("hit@10", "ndcg@10"):
-            found.append({"recommender": label, "metric": metric, **audited.estimate(audited.utility(metric))})
+            found.append({"recommender": label, "metric": metric, **audited.estimate(audited.utility(metric)[1])})
     return found
 
 
@@ -288,26 +297,28 @@ def _comparisons(audited: Audited, reference: Audited) -> Rows:
     against = reference.system.defense.label
     pairs: list[tuple[str, str | None, str, list[PerUser], list[PerUser]]] = []
     if audited.chosen is not None and reference.chosen is not None:
-        mine, theirs = audited.strongest_values, reference.strongest_values
-        pairs.append((MEMBERSHIP, audited.chosen[0].ask.name, "auc", mine, theirs))
+        mine = (audited.chosen[0].seeds, audited.strongest_values)
+        theirs = (reference.chosen[0].seeds, reference.strongest_values)
+        pairs.append((MEMBERSHIP, audited.chosen[0].ask.name, "auc", *_matched(mine, theirs)))
     for metric in ("hit@10", "ndcg@10"):
-        pairs.append(("utility", None, metric, audited.utility(metric), reference.utility(metric)))
-    for question, attack, metric, mine, theirs in pairs:
-        if (
-            not mine
-            or len(mine) != len(theirs)
-            or not all(_common(one, two) for one, two in zip(mine, theirs, strict=True))
-        ):
+        pairs.append(("utility", None, metric, *_matched(audited.utility(metric), reference.utility(metric))))
+    for question, attack, metric, first, second in pairs:
+        if not first:
             continue
-        difference = paired(mine, theirs, seed=0, level=audited.level)
+        difference = paired(first, second, seed=0, level=audited.level)
         key = {"reference": against, "question": question, "attack": attack, "metric": metric}
         ends = {"low": max(-1.0, difference.low), "high": min(1.0, difference.high)}
         found.append({**key, **_columns(difference, difference.seeds), **ends, "p": difference.p, "p_holm": None})
     return found
 
 
-def _common(one: PerUser, other: PerUser) -> bool:
-    return len(np.intersect1d(one.user, other.user)) > 1
+def _matched(
+    first: tuple[list[int], list[PerUser]], second: tuple[list[int], list[PerUser]]
+) -> tuple[list[PerUser], list[PerUser]]:
+    """The values of the seeds that both have, with at least two users in common."""
+    ours, theirs = dict(zip(*first, strict=True)), dict(zip(*second, strict=True))
+    seeds = [seed for seed in ours if seed in theirs and len(np.intersect1d(ours[seed].user, theirs[seed].user)) > 1]
+    return [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
 
 
 def _correct(rows: Rows) -> None:
@@ -322,8 +333,9 @@ def _correct(rows: Rows) -> None:
 
 
 def _ledger(audited: Audited) -> Rows:
-    first = audited.cells[0].path / "facts.json"
-    entries = json.loads(first.read_text(encoding="utf-8"))["ledger"] if first.exists() else []
+    files = [cell.path / "facts.json" for cell in audited.cells]
+    stored = [json.loads(file.read_text(encoding="utf-8"))["ledger"] for file in files if file.exists()]
+    entries = [max(same, key=_spent) for same in zip(*filter(None, stored), strict=True)]  # of the costliest seed
     bounds = []
     for cell in audited.canaries:
         for ask in cell.asks:
@@ -338,10 +350,14 @@ def _ledger(audited: Audited) -> Rows:
     return [{**{name: entry.get(name) for name in columns}, **shown} for entry in entries]
 
 
+def _spent(entry: Mapping[str, Any]) -> float:
+    return float(entry["composed"] or 0)
+
+
 def _roc(audited: Audited) -> Rows:
-    seed = audited.cells[0].seed
     return [
-        {"question": MEMBERSHIP, "attack": each.ask.name, "role": each.ask.kind, "seed": seed, "fpr": fpr, "tpr": tpr}
+        {"question": MEMBERSHIP, "attack": each.ask.name, "role": each.ask.kind, "seed": each.seeds[0]}
+        | {"fpr": fpr, "tpr": tpr}
         for each in audited.of_kind("attack", "null")
         if each.users
         for fpr, tpr in each.facts[0]["roc"]
@@ -394,12 +410,12 @@ def _risk(audited: Audited) -> list[pl.DataFrame]:
     people = loaded(audited.system.data).users["id"]
     found = []
     for each in audited.of_kind("attack"):
-        for cell, frame in zip(audited.cells, each.users, strict=False):
+        for seed, frame in zip(each.seeds, each.users, strict=True):
             ordered = frame.sort(["exposed", "auc", "user"], descending=[True, True, False], nulls_last=True)
             labels = {**audited.system.labels, "question": MEMBERSHIP, "attack": each.ask.name}
             made = ordered.select(
                 *(pl.lit(value).alias(name) for name, value in labels.items()),
-                pl.lit(cell.seed).alias("seed"),
+                pl.lit(seed).alias("seed"),
                 pl.Series("user", people.gather(ordered["user"])),
                 *("activity", "auc", "exposed"),
                 pl.int_range(1, pl.len() + 1).alias("rank"),
