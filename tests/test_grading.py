@@ -270,6 +270,7 @@ def test_a_user_without_both_kinds_has_no_auc() -> None:
     assert graded.users["auc"].to_list() == [1.0, None]
     assert graded.thresholds["chosen"] is None
     assert graded.users["hits"].to_list() == [0, 0]
+    assert graded.users["exposed"].to_list() == [None, None], "a handful of negatives has no 1 %"
 
 
 def test_shuffled_truth_keeps_how_many_a_user_has_and_nothing_else() -> None:

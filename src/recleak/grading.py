@@ -126,8 +126,9 @@ def grade_users(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_], 
     per_user = {
         "auc": auc_by_user(score, truth, user),
         "f1": f1_by_user(claims(question, score), truth, user),
-        "exposed": recall_by_user(_claimed(score, thresholds["1%"]), truth, user),
     }
+    if thresholds["1%"] is not None:
+        per_user["exposed"] = recall_by_user(_claimed(score, thresholds["1%"]), truth, user)
     who, place = np.unique(user, return_inverse=True)
     counted: dict[str, NDArray[np.bool_]] = {"positives": truth, "negatives": ~truth}
     counted |= {f"hits@{name}": _claimed(score, thresholds[name]) & truth for name in _LOW}
@@ -143,6 +144,8 @@ def grade_users(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_], 
     for name, each in per_user.items():
         values = pl.DataFrame({"user": each.user, name: each.value}, schema={"user": pl.Int64, name: pl.Float64})
         frame = frame.join(values, on="user", how="left", maintain_order="left")
+    if "exposed" not in per_user:
+        frame = frame.with_columns(pl.lit(None, pl.Float64).alias("exposed"))
     both = truth[test].any() and not truth[test].all()
     curve = list(zip(*(each.tolist() for each in roc(score[test], truth[test], _POINTS)), strict=True)) if both else []
     return UserGrades(frame, auc(score[test], truth[test]) if both else 0.5, thresholds, curve)

@@ -43,6 +43,7 @@ _ADD = {
     "not found": "The uploads add little to that, or nothing.",
     "cannot tell": "Whether the uploads add to that is uncertain: more users or seeds would tell.",
 }
+_TOO_FEW = "Too few pairs that are not own items to tell."
 _NULLS = {
     "popularity": "who only knows which items are popular",
     "popularity-of-sums": "who only knows which items are popular",
@@ -217,17 +218,17 @@ def _scores_of(audited: Audited, each: Attacked) -> Rows:
     if each.reason is not None:
         return [{**key, "metric": "auc", **_nothing(), "reason": each.reason}]
     found = {name: audited.estimate(each.values(name, valid=False)) for name in ("auc", "f1", "exposed")}
+    reasons: dict[str, str | None] = {} if found["exposed"]["users"] else {"exposed": _TOO_FEW}
     seeds, level = len(each.users), audited.level
     hits, alarms = each.counts("hits", "positives"), each.counts("alarms", "negatives")
     if _some(hits) and _some(alarms):
         found["advantage"] = _columns(bootstrap_rate_difference(hits, alarms, seed=0, level=level), seeds)
-    reasons: dict[str, str | None] = {}
     for at in ("1%", "0.1%"):
         name, hits = f"tpr@{at}", each.counts(f"hits@{at}", "positives")
         if _some(hits) and all(one["thresholds"][at] is not None for one in each.facts):
             found[name] = _columns(bootstrap_rate(hits, seed=0, level=level), seeds)
         else:
-            found[name], reasons[name] = _nothing(), "Too few pairs that are not own items to tell."
+            found[name], reasons[name] = _nothing(), _TOO_FEW
     return [{**key, "metric": name, **value, "reason": reasons.get(name)} for name, value in found.items()]
 
 
