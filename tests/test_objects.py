@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -45,11 +45,20 @@ def test_an_import_path_needs_no_registration(tmp_path: Path, monkeypatch: pytes
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert build("attack", {"use": "my_objects:Mine", "k": 3}).k == 3
+    assert build("object", {"use": "my_objects:Mine", "k": 3}).k == 3
     with pytest.raises(ConfigError, match=r"Did you mean 'Mine'"):
         build("attack", {"use": "my_objects:Mime"})
     with pytest.raises(ConfigError, match=r"no_such_module cannot be imported"):
         build("attack", {"use": "no_such_module:Mine"})
+    with pytest.raises(ConfigError, match=r"expected a class with `vantage`, `init`, `fold` and `answer`"):
+        build("attack", {"use": "my_objects:Mine"})
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("use", ["subprocess:getoutput", "subprocess:Popen", "os:system", "builtins:eval"])
+def test_a_file_cannot_call_what_it_likes(kind: Kind, use: str) -> None:
+    with pytest.raises(ConfigError, match="expected a"):
+        spans(kind, {"use": use, "args": "false", "cmd": "false"})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,20 +213,20 @@ def test_a_new_attack_is_added_to_what_is_there(data: str, tmp_path: Path, monke
 def test_a_run_killed_at_random_moments_ends_the_same(data: str, whole: tuple[Findings, Path], tmp_path: Path) -> None:
     _, folder = whole
     command = [sys.executable, str(Path(__file__)), str(tmp_path / "run"), data]
-    kills = 0
-    for wait in (4.0, 5.0, 6.5, 8.0, 9.5):
+    for files in (1, 4, 30, 60, 90):  # whenever so many are there, be the machine fast or slow
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            process.wait(wait)
-            break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills += 1
-    assert kills
+        while process.poll() is None and _count(tmp_path / "run") < files:
+            time.sleep(0.01)
+        assert process.poll() is None, "it ended before it could be killed"
+        process.kill()
+        process.wait()
     (tmp_path / "run" / "findings.json.1.partial").write_bytes(b"what a kill may leave")
     subprocess.run(command, check=True, capture_output=True)
     assert everything(tmp_path / "run") == everything(folder)
+
+
+def _count(folder: Path) -> int:
+    return sum(path.is_file() for path in folder.rglob("*"))
 
 
 def test_two_processes_in_one_folder(data: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A cell of an audit: one system trained once, with all attacks at its wire, each graded; and what is stored of it.
 
     cells/HASH/system.json          what was trained, with which seed, on which data
-    cells/HASH/facts.json           participations, the ledger, what cannot be and why
+    cells/HASH/facts.json           the ledger; or why the system cannot be trained
     cells/HASH/utility.parquet      each user's ranking metrics
     cells/HASH/ATTACK.json          an attack: what it knew, its curve; or the reason why there is nothing
     cells/HASH/ATTACK.parquet       its grades, user by user
@@ -12,10 +12,9 @@ was killed continues from the last checkpoint of its training (`work-...`) and e
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -34,10 +33,10 @@ from recleak.canaries import Canaries, bound, plant
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.source import open_data
-from recleak.data.split import Split, leave_one_out
+from recleak.data.split import Order, Split, leave_one_out
 from recleak.defenses.base import Defense
 from recleak.errors import ConfigError, RecleakError
-from recleak.experiment import Data, System, canonical
+from recleak.experiment import Data, System, digest
 from recleak.files import replace_table, replace_text
 from recleak.grading import grade_users, pairs_seen, shuffled, truth_of
 from recleak.metrics.comparison import is_validation
@@ -79,7 +78,7 @@ class Ask:
         """The name of its files."""
         settings = {name: value for name, value in self.settings.items() if name != "name"}
         parts = [settings, self.kind, self.role, self.shuffle, self.validation]
-        return hashlib.sha256(canonical(parts).encode()).hexdigest()[:12]
+        return digest(parts)
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Cell:
     @property
     def path(self) -> Path:
         """Where its files are."""
-        return self.folder / hashlib.sha256(canonical(self.description).encode()).hexdigest()[:16]
+        return self.folder / digest(self.description)
 
     def missing(self) -> Cell | None:
         """The cell with what is not there yet; None if all is."""
@@ -130,8 +129,8 @@ def loaded(data: Data) -> Interactions:
 def split_of(data: Data, seed: int) -> Split:
     """Leave-one-out, by time if there are times."""
     interactions = loaded(data)
-    known = "time" if "time" in interactions.rows.columns else "random"
-    return leave_one_out(interactions, by=data.order or known, seed=seed)  # type: ignore[arg-type]
+    order: Order = data.order or ("time" if "time" in interactions.rows.columns else "random")
+    return leave_one_out(interactions, by=order, seed=seed)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ class _Made:
         )
 
 
-def measure(cell: Cell, threads: int) -> Iterator[str]:
+def measure(cell: Cell, threads: int) -> None:
     """Train, attack, grade, store. What is wrong for good is stored as the reason; other errors are raised."""
     replace_text(cell.path / "system.json", json.dumps(cell.description, indent=2) + "\n")
     split = split_of(cell.system.data, cell.seed)
@@ -191,28 +190,26 @@ def measure(cell: Cell, threads: int) -> Iterator[str]:
             _store(cell, "facts", {"reason": str(error), "ledger": []})
     for left in cell.path.glob("work-*"):
         shutil.rmtree(left, ignore_errors=True)
-    yield from ()
 
 
 def _measure(cell: Cell, made: _Made, threads: int, canaries: Canaries | None) -> None:
-    taps: dict[str, _Partial] = {}
+    taps: dict[str, _Tap] = {}
     for ask in cell.asks:
         attack = _seeded(objects.build("attack", ask.settings), cell.seed)
         reason = _no_sense(attack, made, ask)
         if reason is None:
             try:
-                taps[ask.key] = _Partial(attack, made, ask.role)
+                taps[ask.key] = _Tap(attack, made, ask.role)
             except RecleakError as error:
                 reason = str(error)
         if reason is not None:
             _store_reason(cell, ask, reason)
     seen = {tap.attack.vantage for tap in taps.values()}
     scouts = {
-        vantage: _Partial(objects.build("attack", {"use": name}), made)
+        vantage: _Tap(objects.build("attack", {"use": name}), made)
         for vantage, name in _SCOUTS.items()
         if vantage in seen
     }
-    work = "work-" + hashlib.sha256(canonical(sorted(taps)).encode()).hexdigest()[:12]
     trained = train_federated(
         made.protocol,
         made.model,
@@ -221,7 +218,7 @@ def _measure(cell: Cell, made: _Made, threads: int, canaries: Canaries | None) -
         taps=[*taps.values(), *scouts.values()],
         executor=InProcess(threads),
         seed=cell.seed,
-        directory=cell.path / work,
+        directory=cell.path / f"work-{digest(sorted(taps))}",
         show_progress=False,
     )
     rounds = _first_rounds(made)
@@ -236,7 +233,8 @@ def _measure(cell: Cell, made: _Made, threads: int, canaries: Canaries | None) -
         else:
             _store_bound(cell, ask, tap, canaries.of(np.flatnonzero(rounds >= 0)))
     if canaries is None:
-        replace_table(cell.path / "utility.parquet", _ranking(made.split, trained, cell.system.data, cell.seed))
+        ranks = _ranks(made.split, trained, cell.system.data, cell.seed)
+        replace_table(cell.path / "utility.parquet", _metrics(ranks))
     entries = ledger(
         made.defense,
         components=made.model.components(),
@@ -249,7 +247,7 @@ def _measure(cell: Cell, made: _Made, threads: int, canaries: Canaries | None) -
     _store(cell, "facts", {"reason": None, "ledger": [asdict(entry) for entry in entries]})
 
 
-class _Partial(Listening[Any, WhichItems]):
+class _Tap(Listening[Any, WhichItems]):
     """An attack that listens; of uploads perhaps to one role's part only: the changes of all others read as zero.
 
     Which rows are sent stays visible. An attack that cannot go on does not end the run for the others.
@@ -315,11 +313,11 @@ def _first_rounds(made: _Made) -> NDArray[np.int64]:
     return first
 
 
-def _ranking(split: Split, scorer: Scorer, data: Data, seed: int) -> pl.DataFrame:
-    """Each user's metrics, by name."""
+def _ranks(split: Split, scorer: Scorer, data: Data, seed: int) -> Ranks:
+    """Where the held-out items come out; a user's other items do not compete."""
     sampled = None if data.candidates is None else evaluation_candidates(split, data.candidates, seed=seed).items
     known = split.train if len(split.valid) == 0 else union(split.train, split.valid)
-    return _metrics(rank(scorer, known, split.test, sampled))
+    return rank(scorer, known, split.test, sampled)
 
 
 def _metrics(ranks: Ranks) -> pl.DataFrame:
@@ -348,25 +346,19 @@ class Baselines:
     def path(self) -> Path:
         """Where its table is."""
         parts = [VERSION, asdict(self.data), self.seed, self.fingerprint]
-        return self.folder / f"{hashlib.sha256(canonical(parts).encode()).hexdigest()[:16]}.parquet"
+        return self.folder / f"{digest(parts)}.parquet"
 
     def missing(self) -> Baselines | None:
         """Itself, if its table is not there yet."""
         return None if self.path.exists() else self
 
-    def measure(self, threads: int) -> Iterator[str]:
+    def measure(self) -> None:
         """All of them, user by user."""
         split = split_of(self.data, self.seed)
-        known = split.train if len(split.valid) == 0 else union(split.train, split.valid)
-        candidates = self.data.candidates
-        sampled = None if candidates is None else evaluation_candidates(split, candidates, seed=self.seed).items
-        tables = []
-        for name, fit in BASELINES.items():
-            ranks = rank(fit(split.train), known, split.test, sampled)
-            tables.append(_metrics(ranks).with_columns(pl.lit(name).alias("recommender")))
-        tables.insert(0, _metrics(ranks.constant()).with_columns(pl.lit("chance").alias("recommender")))
+        ranks = {name: _ranks(split, fit(split.train), self.data, self.seed) for name, fit in BASELINES.items()}
+        every = {"chance": next(iter(ranks.values())).constant(), **ranks}
+        tables = [_metrics(each).with_columns(pl.lit(name).alias("recommender")) for name, each in every.items()]
         replace_table(self.path, pl.concat(tables))
-        yield from ()
 
 
 # --- storing ----------------------------------------------------------------------------------------------------------
@@ -402,12 +394,10 @@ def _store_grades(
         pl.Series("round", rounds[who]), pl.Series("activity", made.train.activity[who].astype(np.int64))
     )
     replace_table(cell.path / f"{ask.key}.parquet", users)
-    knowledge = tap.knowledge
     facts = {
         "reason": None,
         "vantage": type(tap.vantage).__name__,
-        "knowledge": str(knowledge),
-        "pooled_auc": graded.pooled_auc,
+        "knowledge": str(tap.knowledge),
         "thresholds": {name: None if value is None else repr(value) for name, value in graded.thresholds.items()},
         "roc": graded.roc,
     }

@@ -12,6 +12,10 @@ import polars as pl
 from recleak.errors import ConfigError, unknown_name
 from recleak.findings import SYSTEM, Findings
 
+METRICS = {  # by question
+    "membership": ("auc", "excess", "f1", "exposed", "advantage", "tpr@1%", "tpr@0.1%"),
+    "utility": ("hit@10", "hit@20", "ndcg@10", "ndcg@20"),
+}
 _FORM = re.compile(r"\s*([a-z][a-z-]*)\.([a-z0-9@%.-]+?)\s*(>=|<=|>|<)\s*([-+0-9.e]+)\s*", re.IGNORECASE)
 
 
@@ -31,12 +35,19 @@ class Condition:
         try:
             if found is None:
                 raise ValueError
-            return cls(found[1], found[2], found[3], float(found[4]))
+            made = cls(found[1], found[2], found[3], float(found[4]))
         except ValueError:
             raise ConfigError(
                 f"--fail-if {text!r}: expected question.metric, a sign and a number, such as 'membership.auc > 0.6' "
                 "or 'utility.hit@10 < 0.3'."
             ) from None
+        for kind, got, known in (
+            ("question", made.question, METRICS),
+            ("metric", made.metric, METRICS.get(made.question, ())),
+        ):
+            if got not in known:
+                raise ConfigError(f"--fail-if {text!r}: {unknown_name(kind, got, known)}")
+        return made
 
     def violations(self, findings: Findings, *, point: bool = False) -> Iterator[str]:
         """The systems of which it is certain: the end of the interval nearer to the limit is beyond it.
@@ -58,22 +69,13 @@ class Condition:
     def _rows(self, findings: Findings) -> list[dict[str, Any]]:
         if self.question == "utility":
             table = findings.utility.filter(pl.col("recommender") == pl.col("model"))
-            self._check("metric", self.metric, table["metric"].unique().to_list())
             return table.filter(pl.col("metric") == self.metric).to_dicts()
-        verdicts = findings.verdicts
-        self._check("question", self.question, [*verdicts["question"].unique().to_list(), "utility"])
-        mine = verdicts.filter(pl.col("question") == self.question)
+        mine = findings.verdicts.filter(pl.col("question") == self.question)
         if self.metric == "auc":  # in the direction that the attacker chose
             return mine.to_dicts()
         if self.metric == "excess":
             names = {"excess": "value", "excess_low": "low", "excess_high": "high"}
             return mine.drop("value", "low", "high").rename(names).to_dicts()
         scores = findings.scores.filter(pl.col("question") == self.question, pl.col("role") == "attack")
-        self._check("metric", self.metric, ["excess", *scores["metric"].unique().to_list()])
-        chosen = mine.select(*SYSTEM, "attack")
-        return scores.filter(pl.col("metric") == self.metric).join(chosen, on=[*SYSTEM, "attack"]).to_dicts()
-
-    @staticmethod
-    def _check(kind: str, got: str, known: list[str]) -> None:
-        if got not in known:
-            raise ConfigError(f"--fail-if: {unknown_name(kind, got, known)}")
+        scores = scores.filter(pl.col("metric") == self.metric)
+        return mine.select(*SYSTEM, "attack").join(scores, on=[*SYSTEM, "attack"], how="left").to_dicts()

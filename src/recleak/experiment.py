@@ -14,6 +14,7 @@ A *system* is what is attacked: data, model, protocol and defense.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tomllib
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
@@ -304,7 +305,8 @@ def schema() -> dict[str, Any]:
     """A JSON schema of experiment files."""
     made = Experiment.model_json_schema()
     made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    made["$defs"] = {kind: _any_of(kind) for kind in NAMES if NAMES[kind]}
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    made["$defs"] = {kind: _any_of(kind) for kind in kinds if NAMES[kind]}
     for field, kind in _KINDS.items():
         one: dict[str, Any] = {"$ref": f"#/$defs/{kind}"}
         given = {name: value for name, value in made["properties"][field].items() if name in ("default", "description")}
@@ -315,11 +317,11 @@ def schema() -> dict[str, Any]:
     return made
 
 
-def _any_of(kind: str) -> dict[str, Any]:
+def _any_of(kind: Kind) -> dict[str, Any]:
     path: dict[str, Any] = {"type": "string", "pattern": "^[^:]+:[^:]+$"}
     tables = []
     for name in NAMES[kind]:
-        make = objects.find(kind, name)  # type: ignore[arg-type]
+        make = objects.find(kind, name)
         tables.append(_object({"const": name}, _properties(make), open_=False))
     names: dict[str, Any] = {"enum": sorted(NAMES[kind])}
     return {"anyOf": [names, path, *tables, _object(path, {}, open_=True)]}
@@ -356,3 +358,8 @@ def _of_type(kind: Any) -> dict[str, Any]:
 def canonical(value: Any) -> str:
     """Settings as one line of JSON, the same for equal settings."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def digest(value: Any) -> str:
+    """A name for settings, the same for equal ones."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]

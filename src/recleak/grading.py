@@ -82,8 +82,7 @@ def claims(question: WhichItems, probability: NDArray[np.float64]) -> NDArray[np
 
 def grade_items(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_]) -> GradedItems:
     """The answer beside the truth, bool[n]."""
-    if answer.shape != question.item.shape:
-        raise ValueError(f"Got an answer of shape {tuple(answer.shape)}, expected {tuple(question.item.shape)}.")
+    _check_shape(question, answer)
     score, user = answer.double().numpy(), question.client.numpy()
     negatives = np.sort(score[~truth])
     limit = negatives[-(int(0.01 * len(negatives)) + 1)] if len(negatives) else -np.inf
@@ -108,7 +107,6 @@ class UserGrades:
     users: pl.DataFrame
     """One row per user: user, valid (it serves for choices), positives and negatives (of its pairs); auc, f1, exposed
     (null where there is none); of the thresholds below: hits@1%, hits@0.1%, hits, alarms (true and false positives)"""
-    pooled_auc: float  # over all pairs of the other users
     thresholds: dict[str, float | None]
     """1% and 0.1%: of the false positive rate among the other users (None: too few negatives to tell); chosen: of the
     largest advantage among validation users"""
@@ -117,6 +115,7 @@ class UserGrades:
 
 def grade_users(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_], valid: NDArray[np.bool_]) -> UserGrades:
     """The answer beside the truth, bool[n]; `valid` tells which pairs are of validation users, bool[n]."""
+    _check_shape(question, answer)
     score, user = answer.double().numpy(), question.client.numpy()
     test = ~valid
     thresholds: dict[str, float | None] = {
@@ -148,7 +147,12 @@ def grade_users(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_], 
         frame = frame.with_columns(pl.lit(None, pl.Float64).alias("exposed"))
     both = truth[test].any() and not truth[test].all()
     curve = list(zip(*(each.tolist() for each in roc(score[test], truth[test], _POINTS)), strict=True)) if both else []
-    return UserGrades(frame, auc(score[test], truth[test]) if both else 0.5, thresholds, curve)
+    return UserGrades(frame, thresholds, curve)
+
+
+def _check_shape(question: WhichItems, answer: Tensor) -> None:
+    if answer.shape != question.item.shape:
+        raise ValueError(f"Got an answer of shape {tuple(answer.shape)}, expected {tuple(question.item.shape)}.")
 
 
 def shuffled(question: WhichItems, truth: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:

@@ -39,8 +39,8 @@ class Job(Protocol):
 
 
 J = TypeVar("J", bound=Job)
-Work = Callable[[J, int], Iterable[str]]
-"""Does a job with so many threads; yields what went wrong and was not worth stopping for."""
+Work = Callable[[J, int], Iterable[str] | None]
+"""Does a job with so many threads; may yield what went wrong and was not worth stopping for."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _here(jobs: Sequence[J], work: Work[J]) -> Iterator[tuple[int, Outcome]]:
 def _attempt(job: J, work: Work[J], threads: int) -> Outcome:
     begin, problems = time.perf_counter(), list[str]()
     try:
-        problems.extend(work(job, threads))
+        problems.extend(work(job, threads) or ())
     except RecleakError as error:
         problems.append(str(error))
     except Exception:

@@ -63,6 +63,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {"adam": "recleak.training.optimizers:Adam", "sgd": "recleak.training.optimizers:SGD"},
     "object": {},
 }
+_PARENTS = {"model": "recleak.models.base:Model", "defense": "recleak.defenses.base:Defense"}
+_EXPECTED: Mapping[str, str] = {
+    "model": "a subclass of recleak.models.base.Model",
+    "defense": "a subclass of recleak.defenses.base.Defense",
+    "attack": "a class with `vantage`, `init`, `fold` and `answer`, as recleak.attacks.base says",
+    **dict.fromkeys(("protocol", "optimizer", "object"), "a dataclass"),
+}
 _LISTS = (tuple, list, set, frozenset, Sequence, Iterable)
 
 
@@ -84,10 +91,20 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
             public = [each for each in vars(found) if not each.startswith("_")]
             raise ConfigError(f"{kind} {name!r}: {unknown_name(f'name in {module}', part, public)}")
         found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{kind} {name!r}: got {found!r:.80}, expected a class or a function that makes the object.")
+    if not isinstance(found, type) or not _fits(kind, found):
+        raise ConfigError(f"{kind} {name!r}: got {found!r:.80}, expected {_EXPECTED[kind]}.")
     call: Callable[..., Any] = found
     return call
+
+
+def _fits(kind: Kind, found: type) -> bool:
+    """Whether a class is what is asked for; a file that names any other is not obeyed."""
+    if kind in _PARENTS:
+        module, _, parent = _PARENTS[kind].partition(":")
+        return issubclass(found, getattr(import_module(module), parent))
+    if kind == "attack":
+        return all(hasattr(found, name) for name in ("vantage", "init", "fold", "answer"))
+    return dataclasses.is_dataclass(found)
 
 
 def build(kind: Kind, settings: Settings) -> Any:

@@ -61,9 +61,12 @@ def audit_run(experiment: Experiment, folder: Path, *, workers: int = 1, command
     return findings
 
 
-def work(job: Cell | Baselines, threads: int) -> Any:
+def work(job: Cell | Baselines, threads: int) -> None:
     """One job, in whatever process."""
-    return measure(job, threads) if isinstance(job, Cell) else job.measure(threads)
+    if isinstance(job, Cell):
+        measure(job, threads)
+    else:
+        job.measure()
 
 
 class _Plan:
@@ -180,10 +183,7 @@ def _first_by_vantage(asks: Sequence[Ask]) -> list[Ask]:
 
 
 def _vantage(ask: Ask) -> Any:
-    attack = objects.build("attack", ask.settings)
-    if not hasattr(attack, "vantage"):
-        raise ConfigError(f"attack {ask.name!r}: no `vantage`, expected an attack as in `recleak.attacks.base`.")
-    return attack.vantage
+    return objects.build("attack", ask.settings).vantage
 
 
 def _attack_about(ask: Ask, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
