@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy import stats
 from torch import Tensor
 
 from recleak.attacks.base import WhichItems
@@ -25,6 +26,7 @@ from recleak.grading import (
     shuffled,
     truth_of,
 )
+from recleak.metrics.comparison import Counts, bootstrap_rate
 from recleak.metrics.inference import auc_by_user
 
 TRAIN = Interactions.build(pl.DataFrame({"user": [0, 0, 1, 1, 3, 3, 3, 2], "item": [4, 1, 1, 0, 2, 3, 2, 5]}))
@@ -283,3 +285,43 @@ def test_shuffled_truth_keeps_how_many_a_user_has_and_nothing_else() -> None:
     assert auc_by_user(score, truth, user).value.mean() > 0.7
     assert abs(auc_by_user(score, other, user).value.mean() - 0.5) < 0.03
     assert not np.array_equal(other, shuffled(ask, truth, seed=1))
+
+
+def test_scores_below_chance_are_read_the_other_way_round() -> None:
+    """In everything alike, as if the attack had said the opposite; and it claims as many items as before."""
+    ask, score, truth = _drawn()
+    valid = ask.client.numpy() % 4 == 0
+    forth, back = (grade_users(ask, torch.from_numpy(each), truth, valid) for each in (score, 1 - score))
+    assert [forth.direction, back.direction] == [1, -1]
+    assert back.roc == forth.roc
+    assert back.users.drop("f1").equals(forth.users.drop("f1"))
+    few = question((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1))
+    probability = np.array([0.9, 0.8, 0.1, 0.2, 0.0, 1.0])
+    assert claims(few, probability).tolist() == [True, True, False, False, False, True]
+    assert claims(few, probability, reverse=True).tolist() == [False, False, True, True, True, False]
+    unread = grade_users(ask, torch.from_numpy(1 - score), truth, np.zeros(len(truth), bool))
+    assert unread.direction == 1, "no validation user says so"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("alike", [0.0, 1.0])
+def test_hits_at_a_false_positive_rate_cover_the_truth(alike: float) -> None:
+    """Other users would put the threshold elsewhere: with a fixed one, the interval covers 85 % instead of 95 %."""
+    rng = np.random.default_rng(3)
+    ask, lead, repetitions, missed, fixed = asked(120, 60), 1.5, 200, 0, 0
+    user = ask.client.numpy()
+    for i in range(repetitions):
+        truth = rng.random(len(user)) < 0.2
+        score = rng.normal(size=len(user)) + lead * truth + alike * rng.normal(size=120)[user]
+        graded = grade_users(ask, torch.from_numpy(score), truth, np.zeros(len(user), bool))
+        counted = {name: graded.users[name].to_numpy() for name in ("user", "positives", "negatives")}
+        hits = Counts(counted["user"], graded.users["hits@1%"].to_numpy(), counted["positives"])
+        alarms = Counts(counted["user"], graded.users["alarms@1%"].to_numpy(), counted["negatives"])
+        one = bootstrap_rate([hits], seed=i, alarms=[alarms], slopes=[graded.slopes["1%"]])
+        other = bootstrap_rate([hits], seed=i)
+        expected = stats.norm.sf(stats.norm.isf(0.01) - lead / np.hypot(1, alike))
+        missed += not one.low <= expected <= one.high
+        fixed += not other.low <= expected <= other.high
+    assert stats.binomtest(missed, repetitions, 0.05, alternative="greater").pvalue > 0.001
+    if alike == 0:  # else hits and alarms of one user go together, and the correction narrows
+        assert fixed > missed

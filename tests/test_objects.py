@@ -10,12 +10,13 @@ from typing import Any, get_args
 import pytest
 
 from recleak import objects
+from recleak.cells import Ask
 from recleak.defenses.base import Chain, Defense
 from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.proximal import Proximal
 from recleak.errors import ConfigError
-from recleak.objects import Kind, build, find, label, spans, varying
+from recleak.objects import Kind, build, find, label, sources, spans, varying
 from recleak.protocols.federated import Federated
 from recleak.training.optimizers import SGD
 
@@ -123,3 +124,20 @@ class Loose:
 
 def test_a_type_that_says_nothing_takes_anything() -> None:
     assert objects.made(Loose, {"anything": [1, 2]}, "here").anything == (1, 2)
+
+
+@pytest.mark.parametrize("use", [3, ["sgd"], None, {"use": "sgd"}])
+def test_an_odd_nested_use_is_named(use: object) -> None:
+    with pytest.raises(ConfigError, match="expected one short name or import path"):
+        spans("protocol", {"use": "federated", "local": {"optimizer": {"use": use}}})
+
+
+def test_own_modules_are_told_by_their_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "my_edited.py"
+    module.write_text("from dataclasses import dataclass\n\n@dataclass\nclass Mine:\n    k: int = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = {"use": "chain", "defenses": [{"use": "clip", "bound": 1.0}, {"use": "my_edited:Mine"}]}
+    assert list(sources(settings)) == ["my_edited"]
+    before = Ask("mine", settings).key
+    module.write_text(module.read_text().replace("1", "2"))
+    assert Ask("mine", settings).key != before

@@ -50,7 +50,7 @@ from recleak.training.executor import InProcess
 from recleak.utility import BASELINES, union
 from recleak.wire import Aggregator, Message, Server, Upload, Vantage
 
-VERSION = 1  # of what a cell's files mean: those of another number do not count
+VERSION = 2  # of what a cell's files mean: those of another number do not count
 KS = (10, 20)
 _DELTA = 1e-6  # of ledger and canaries; times the canaries it must be far below 1 - their level
 NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
@@ -77,7 +77,7 @@ class Ask:
     def key(self) -> str:
         """The name of its files."""
         settings = {name: value for name, value in self.settings.items() if name != "name"}
-        parts = [settings, self.kind, self.role, self.shuffle, self.validation]
+        parts = [settings, self.kind, self.role, self.shuffle, self.validation, *_code(settings)]
         return digest(parts)
 
 
@@ -107,6 +107,7 @@ class Cell:
             "fingerprint": self.fingerprint,
             "seed": self.seed,
             "canaries": self.canaries,
+            **({"code": found} if (found := _code(self.system.settings)) else {}),
         }
 
     @property
@@ -118,6 +119,11 @@ class Cell:
         """The cell with what is not there yet; None if all is."""
         left = tuple(ask for ask in self.asks if not (self.path / f"{ask.key}.json").exists())
         return replace(self, asks=left) if left or not (self.path / "facts.json").exists() else None
+
+
+def _code(settings: Mapping[str, Any]) -> list[str]:
+    """Digests of the user's own modules."""
+    return [f"{name} {digest(text)}" for name, text in sorted(objects.sources(settings).items())]
 
 
 @lru_cache(maxsize=2)
@@ -195,7 +201,7 @@ def measure(cell: Cell, threads: int) -> None:
 def _measure(cell: Cell, made: _Made, threads: int, canaries: Canaries | None) -> None:
     taps: dict[str, _Tap] = {}
     for ask in cell.asks:
-        attack = _seeded(objects.build("attack", ask.settings), cell.seed)
+        attack = _seeded(objects.build("attack", ask.settings), ask.settings.get("seed", cell.seed))
         reason = _no_sense(attack, made, ask)
         if reason is None:
             try:
@@ -285,7 +291,7 @@ class _Tap(Listening[Any, WhichItems]):
 
 
 def _seeded(attack: Any, seed: int) -> Any:
-    """The adversary's own draws differ from seed to seed."""
+    """The adversary's own draws differ from seed to seed, unless the settings give one."""
     if is_dataclass(attack) and not isinstance(attack, type) and "seed" in {each.name for each in fields(attack)}:
         return replace(attack, seed=seed)
     return attack
@@ -398,7 +404,9 @@ def _store_grades(
         "reason": None,
         "vantage": type(tap.vantage).__name__,
         "knowledge": str(tap.knowledge),
+        "direction": graded.direction,
         "thresholds": {name: None if value is None else repr(value) for name, value in graded.thresholds.items()},
+        "slopes": graded.slopes,
         "roc": graded.roc,
     }
     _store(cell, ask.key, {**_about(ask), **facts})

@@ -71,7 +71,7 @@ class Condition:
             table = findings.utility.filter(pl.col("recommender") == pl.col("model"))
             return table.filter(pl.col("metric") == self.metric).to_dicts()
         mine = findings.verdicts.filter(pl.col("question") == self.question)
-        if self.metric == "auc":  # in the direction that the attacker chose
+        if self.metric == "auc":
             return mine.to_dicts()
         if self.metric == "excess":
             names = {"excess": "value", "excess_low": "low", "excess_high": "high"}

@@ -62,21 +62,22 @@ def truth_of(question: WhichItems, train: Interactions) -> NDArray[np.bool_]:
     return own
 
 
-def claims(question: WhichItems, probability: NDArray[np.float64]) -> NDArray[np.bool_]:
+def claims(question: WhichItems, probability: NDArray[np.float64], *, reverse: bool = False) -> NDArray[np.bool_]:
     """The items that an adversary claims, bool[n]: of each user as many as its probabilities add up to, rounded.
 
     The most probable come first, and one without any chance never. Equal ones come in a random order of their own, so
     that a constant answer gets what chance gets. (The number claimed is not what maximizes F1 where little is known:
-    there, claiming everything is better. `AllPositive` stands beside.)
+    there, claiming everything is better. `AllPositive` stands beside.) With `reverse`, as many of the least probable.
     """
     user = question.client.numpy()
-    order = np.lexsort((random.bits(0, "tie", user, question.item.numpy()), -probability, user))
+    first = probability if reverse else -probability
+    order = np.lexsort((random.bits(0, "tie", user, question.item.numpy()), first, user))
     who, place = np.unique(user, return_inverse=True)
     count = np.floor(np.bincount(place, probability, len(who)) + 0.5)
     start = np.searchsorted(user[order], who)
     rank = np.empty(len(user), np.int64)
     rank[order] = np.arange(len(user)) - start[place[order]]
-    chosen: NDArray[np.bool_] = (rank < count[place]) & (probability > 0)
+    chosen: NDArray[np.bool_] = (rank < count[place]) & (reverse | (probability > 0))
     return chosen
 
 
@@ -106,33 +107,40 @@ class UserGrades:
 
     users: pl.DataFrame
     """One row per user: user, valid (it serves for choices), positives and negatives (of its pairs); auc, f1, exposed
-    (null where there is none); of the thresholds below: hits@1%, hits@0.1%, hits, alarms (true and false positives)"""
+    (null where there is none); of the thresholds below: hits@1%, alarms@1%, hits@0.1%, alarms@0.1%, hits, alarms (true
+    and false positives)"""
     thresholds: dict[str, float | None]
     """1% and 0.1%: of the false positive rate among the other users (None: too few negatives to tell); chosen: of the
     largest advantage among validation users"""
+    slopes: dict[str, float]  # of the curve at 1% and 0.1%, where there is a threshold
     roc: list[tuple[float, float]]  # of the other users
+    direction: int  # -1: the scores were reversed, because validation users say so
 
 
 def grade_users(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_], valid: NDArray[np.bool_]) -> UserGrades:
-    """The answer beside the truth, bool[n]; `valid` tells which pairs are of validation users, bool[n]."""
+    """The answer beside the truth, bool[n]; `valid` tells which pairs are of validation users, bool[n].
+
+    An AUC below 0.5 among validation users is a leak too: the attacker then reads its scores the other way round, and
+    claims as many items as before.
+    """
     _check_shape(question, answer)
     score, user = answer.double().numpy(), question.client.numpy()
     test = ~valid
+    direction = _direction(auc_by_user(score[valid], truth[valid], user[valid]))
+    claimed = claims(question, score, reverse=direction < 0)
+    score = direction * score
     thresholds: dict[str, float | None] = {
         name: _threshold(score[test], truth[test], rate) for name, rate in _LOW.items()
     }
     thresholds["chosen"] = _best_threshold(score[valid], truth[valid])
-    per_user = {
-        "auc": auc_by_user(score, truth, user),
-        "f1": f1_by_user(claims(question, score), truth, user),
-    }
+    per_user = {"auc": auc_by_user(score, truth, user), "f1": f1_by_user(claimed, truth, user)}
     if thresholds["1%"] is not None:
         per_user["exposed"] = recall_by_user(_claimed(score, thresholds["1%"]), truth, user)
     who, place = np.unique(user, return_inverse=True)
     counted: dict[str, NDArray[np.bool_]] = {"positives": truth, "negatives": ~truth}
-    counted |= {f"hits@{name}": _claimed(score, thresholds[name]) & truth for name in _LOW}
-    counted |= {"hits": _claimed(score, thresholds["chosen"]) & truth}
-    counted |= {"alarms": _claimed(score, thresholds["chosen"]) & ~truth}
+    for name, suffix in (*((name, f"@{name}") for name in _LOW), ("chosen", "")):
+        claimed = _claimed(score, thresholds[name])
+        counted |= {f"hits{suffix}": claimed & truth, f"alarms{suffix}": claimed & ~truth}
     frame = pl.DataFrame(
         {
             "user": who,
@@ -147,7 +155,14 @@ def grade_users(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_], 
         frame = frame.with_columns(pl.lit(None, pl.Float64).alias("exposed"))
     both = truth[test].any() and not truth[test].all()
     curve = list(zip(*(each.tolist() for each in roc(score[test], truth[test], _POINTS)), strict=True)) if both else []
-    return UserGrades(frame, thresholds, curve)
+    slopes = {
+        name: _slope(score[test], truth[test], rate) for name, rate in _LOW.items() if thresholds[name] is not None
+    }
+    return UserGrades(frame, thresholds, slopes, curve, direction)
+
+
+def _direction(graded: PerUser) -> int:
+    return -1 if len(graded.value) and round(float(graded.value.mean()), 12) < 0.5 else 1
 
 
 def _check_shape(question: WhichItems, answer: Tensor) -> None:
@@ -169,13 +184,23 @@ def _claimed(score: NDArray[np.float64], threshold: float | None) -> NDArray[np.
     return np.zeros(len(score), bool) if threshold is None else score >= threshold
 
 
-def _threshold(score: NDArray[np.float64], truth: NDArray[np.bool_], rate: float) -> float | None:
-    """The lowest score with at most this false positive rate; None if that leaves fewer than 10 false positives."""
+def _threshold(score: NDArray[np.float64], truth: NDArray[np.bool_], rate: float, *, fewest: int = 10) -> float | None:
+    """The lowest score with at most this false positive rate; None if it allows fewer than so many false positives."""
     negatives = np.sort(score[~truth])[::-1]
     allowed = int(rate * len(negatives) + 1e-9)
-    if allowed < 10:
+    if allowed < fewest:
         return None
     return float(np.nextafter(negatives[allowed], np.inf)) if allowed < len(negatives) else -np.inf
+
+
+def _slope(score: NDArray[np.float64], truth: NDArray[np.bool_], rate: float) -> float:
+    """How much the true positive rate gains per false positive rate, from half of this rate to one and a half."""
+    low, high = (_threshold(score, truth, share * rate, fewest=1) for share in (0.5, 1.5))
+    if low is None or high is None or not truth.any():
+        return 0.0
+    between = (score >= high) & (score < low)
+    false = np.count_nonzero(between & ~truth) / np.count_nonzero(~truth)
+    return float(np.count_nonzero(between & truth) / np.count_nonzero(truth) / false) if false else 0.0
 
 
 def _best_threshold(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> float | None:

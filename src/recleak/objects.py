@@ -79,13 +79,7 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
     if not colon:
         known = unknown_name(kind, name, NAMES[kind])
         raise ConfigError(f"{known} Your own: `package.module:Name`.")
-    try:
-        found: Any = import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0] or str(Path.cwd()) in sys.path:
-            raise ConfigError(f"{kind} {name!r}: {module} cannot be imported ({error}).") from error
-        sys.path.append(str(Path.cwd()))  # what lies in the present folder counts, last
-        return find(kind, name)
+    found: Any = _imported(module, f"{kind} {name!r}")
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [each for each in vars(found) if not each.startswith("_")]
@@ -95,6 +89,16 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
         raise ConfigError(f"{kind} {name!r}: got {found!r:.80}, expected {_EXPECTED[kind]}.")
     call: Callable[..., Any] = found
     return call
+
+
+def _imported(module: str, where: str) -> types.ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] or str(Path.cwd()) in sys.path:
+            raise ConfigError(f"{where}: {module} cannot be imported ({error}).") from error
+        sys.path.append(str(Path.cwd()))  # what lies in the present folder counts, last
+        return _imported(module, where)
 
 
 def _fits(kind: Kind, found: type) -> bool:
@@ -118,6 +122,20 @@ def spans(kind: Kind, settings: Settings) -> list[dict[str, Any]]:
     found = spanned(make, _arguments(settings), f"{kind} {settings['use']!r}")
     extra = {name: settings[name] for name in ("use", "name") if name in settings}
     return [{**extra, **each} for each in found]
+
+
+def sources(settings: Any) -> dict[str, str]:
+    """The text of the modules that import paths name, here and in nested tables: other code makes another object."""
+    if isinstance(settings, list | tuple):
+        return {name: text for each in settings for name, text in sources(each).items()}
+    if not isinstance(settings, Mapping):
+        return {}
+    found = sources(list(settings.values()))
+    module, colon, _ = str(settings.get("use", "")).partition(":")
+    file = _imported(module, repr(settings["use"])).__file__ if colon else None
+    if file is not None and file.endswith(".py"):
+        found[module] = Path(file).read_text(encoding="utf-8", errors="replace")
+    return found
 
 
 def varying(choices: Sequence[Settings]) -> list[str]:
@@ -209,8 +227,10 @@ def _choices(kind: Any, value: Any, where: str) -> list[Any]:
     return [list(each) for each in itertools.product(*inside)]
 
 
-def _kind_of(use: str, where: str) -> Kind:
+def _kind_of(use: Any, where: str) -> Kind:
     """The kind of a nested object, by its short name."""
+    if not isinstance(use, str):
+        raise ConfigError(f"{where}: got use = {use!r:.80}, expected one short name or import path (`module:Name`).")
     for kind in get_args(Kind):
         if use in NAMES[kind]:
             found: Kind = kind

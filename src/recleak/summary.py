@@ -1,14 +1,14 @@
 """From stored cells to findings: what the seeds and users of every system add up to, with intervals and nulls.
 
-The attacker chooses attack and direction on validation users; every number here is of the other users. Users are the
-same people in every seed, so intervals resample users and seeds crossed (`metrics.intervals.bootstrap_crossed`).
+The attacker is chosen on validation users; every number here is of the other users. Users are the same people in every
+seed, so intervals resample users and seeds crossed (`metrics.intervals.bootstrap_crossed`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -33,6 +33,7 @@ from recleak.metrics.inference import PerUser
 from recleak.metrics.intervals import Estimate, bootstrap_crossed
 
 Rows = list[dict[str, Any]]
+BySeed = dict[int, PerUser]
 MEMBERSHIP = "membership"
 _GROUPS = 5  # of users, by activity and by round
 _FEW = 5  # users: a group of fewer is not shown
@@ -74,14 +75,18 @@ class Attacked:
         """Where it stands."""
         return str(self.facts[0].get("vantage", "")) if self.facts else ""
 
-    def values(self, metric: str, *, valid: bool, direction: int = 1) -> list[PerUser]:
+    def values(self, metric: str, *, valid: bool) -> list[PerUser]:
         """A metric by user, for each seed: of validation users, or of the others."""
         found = []
         for frame in self.users:
             part = frame.filter((pl.col("valid") == valid) & pl.col(metric).is_not_null())
-            value = part[metric].to_numpy()
-            found.append(PerUser(part["user"].to_numpy(), value if direction > 0 else 1 - value, 0))
+            found.append(_per_user(part, metric))
         return found
+
+    @property
+    def auc(self) -> BySeed:
+        """By test user."""
+        return dict(zip(self.seeds, self.values("auc", valid=False), strict=True))
 
     def counts(self, hits: str, trials: str) -> list[Counts]:
         """Hits of trials by test user, for each seed."""
@@ -124,21 +129,28 @@ class Audited:
         return [each for each in self.attacked if each.ask.kind in kinds]
 
     @cached_property
-    def chosen(self) -> tuple[Attacked, int] | None:
-        """The strongest attack on validation users, and its direction."""
-        return _chosen(self.of_kind("attack"))
+    def chosen(self) -> Attacked | None:
+        """The strongest attack on validation users, of those who see most: who receives uploads could add them up."""
+        for vantage in _VANTAGES:
+            found = _chosen([each for each in self.of_kind("attack") if each.vantage == vantage])
+            if found is not None:
+                return found
+        return None
 
     @cached_property
-    def null(self) -> tuple[Attacked, int] | None:
+    def null(self) -> Attacked | None:
         """The strongest null on validation users, where the chosen attack stands."""
         if self.chosen is None:
             return None
-        return _chosen([each for each in self.of_kind("null") if each.vantage == self.chosen[0].vantage])
+        return _chosen([each for each in self.of_kind("null") if each.vantage == self.chosen.vantage])
 
     @cached_property
-    def strongest_values(self) -> list[PerUser]:
-        """The AUC of the strongest attack by test user, for each seed."""
-        return [] if self.chosen is None else self.chosen[0].values("auc", valid=False, direction=self.chosen[1])
+    def excess(self) -> BySeed:
+        """The AUC of the strongest attack beyond that of the strongest null, by test user."""
+        if self.chosen is None or self.null is None:
+            return {}
+        ours, theirs = self.chosen.auc, self.null.auc
+        return {seed: _minus(ours[seed], theirs[seed]) for seed in _common(ours, theirs)}
 
     def estimate(self, values: Sequence[PerUser]) -> dict[str, Any]:
         """The columns of a value, of users whose values are from 0 to 1."""
@@ -149,11 +161,10 @@ class Audited:
         found = bootstrap_crossed(users, numbers, seed=0, level=self.level)
         return _columns(found, len(given)) | {"low": max(0.0, found.low), "high": min(1.0, found.high)}
 
-    def utility(self, metric: str) -> tuple[list[int], list[PerUser]]:
-        """The recommender's: seeds, and values for each."""
+    def utility(self, metric: str) -> BySeed:
+        """The recommender's."""
         cells = [cell for cell in self.cells if _has_utility(cell)]
-        tables = [read_table(cell.path / "utility.parquet") for cell in cells]
-        return [cell.seed for cell in cells], [_per_user(table, metric) for table in tables]
+        return {cell.seed: _per_user(read_table(cell.path / "utility.parquet"), metric) for cell in cells}
 
 
 def _has_utility(cell: Cell) -> bool:
@@ -164,16 +175,13 @@ def _per_user(table: pl.DataFrame, metric: str) -> PerUser:
     return PerUser(table["user"].to_numpy(), table[metric].to_numpy(), 0)
 
 
-def _chosen(candidates: Iterable[Attacked]) -> tuple[Attacked, int] | None:
+def _chosen(candidates: Iterable[Attacked]) -> Attacked | None:
     able = {each.ask.name: each for each in candidates if each.users}
     values = {name: each.values("auc", valid=True) for name, each in able.items()}
     values = {name: each for name, each in values.items() if each and all(len(one.user) for one in each)}
     graded = {name: able[name].values("auc", valid=False) for name in values}
     values = {name: each for name, each in values.items() if all(len(one.user) > 1 for one in graded[name])}
-    if not values:
-        return None
-    name, direction = strongest(values)
-    return able[name], direction
+    return able[strongest(values)] if values else None
 
 
 def _columns(estimate: Estimate | Difference, seeds: int) -> dict[str, Any]:
@@ -226,7 +234,9 @@ def _scores_of(audited: Audited, each: Attacked) -> Rows:
     for at in ("1%", "0.1%"):
         name, hits = f"tpr@{at}", each.counts(f"hits@{at}", "positives")
         if _some(hits) and all(one["thresholds"][at] is not None for one in each.facts):
-            found[name] = _columns(bootstrap_rate(hits, seed=0, level=level), seeds)
+            alarms, slopes = each.counts(f"alarms@{at}", "negatives"), [one["slopes"][at] for one in each.facts]
+            rate = bootstrap_rate(hits, seed=0, level=level, alarms=alarms, slopes=slopes)
+            found[name] = _columns(rate, seeds)
         else:
             found[name], reasons[name] = _nothing(), _TOO_FEW
     return [{**key, "metric": name, **value, "reason": reasons.get(name)} for name, value in found.items()]
@@ -244,33 +254,36 @@ def _verdict(audited: Audited) -> Rows:
         words = f"Not measured. {' '.join(str(reason) for reason in reasons)}".strip()
         key = {"question": MEMBERSHIP, "candidates": 0, "verdict": "not measured"}
         return [{**blank, **_nothing(), **key, "words": words}]
-    attack, direction = audited.chosen
-    value = audited.estimate(audited.strongest_values)
+    attack = audited.chosen
+    value = audited.estimate([*attack.auc.values()])
     found = {
         **blank,
         **value,
         "question": MEMBERSHIP,
         "attack": attack.ask.name,
-        "direction": direction,
+        "direction": _direction(attack),
         "candidates": candidates,
         "verdict": "cannot tell",
     }
     who = _VANTAGES.get(attack.vantage, attack.vantage)
     words = f"{who} tells a user's own items from the others with AUC {_range(value)} ({attack.ask.name})"
     if audited.null is not None:
-        null, turned = audited.null
-        values = null.values("auc", valid=False, direction=turned)
-        beside = audited.estimate(values)
-        ours, theirs = _matched((attack.seeds, audited.strongest_values), (null.seeds, values))
-        excess = paired(ours, theirs, seed=0, level=audited.level)
+        null = audited.null
+        beside = audited.estimate([*null.auc.values()])
+        excess = _difference(attack.auc, null.auc, audited.level)
         found |= {"null": null.ask.name, "null_value": beside["value"], "null_low": beside["low"]}
         found |= {"null_high": beside["high"], "excess": excess.value}
-        found |= {"excess_low": max(-1.0, excess.low), "excess_high": min(1.0, excess.high)}
+        found |= {"excess_low": excess.low, "excess_high": excess.high}
         found["verdict"] = "leaks" if excess.low > 0 else "not found" if excess.high <= _SMALL else "cannot tell"
         words += (
             f"; somebody {_NULLS.get(null.ask.name, null.ask.name)}, with {_range(beside)}. {_ADD[found['verdict']]}"
         )
     return [{**found, "words": words}]
+
+
+def _direction(attack: Attacked) -> int:
+    """-1 or 1: how its scores were read in most seeds; 0 if in half of them."""
+    return int(np.sign(sum(facts["direction"] for facts in attack.facts)))
 
 
 def _range(value: Mapping[str, Any]) -> str:
@@ -289,37 +302,48 @@ def _utility(audited: Audited) -> Rows:
     if any(_has_utility(cell) for cell in audited.cells):
         label = audited.system.model.label
         for metric in names or ("hit@10", "ndcg@10"):
-            found.append({"recommender": label, "metric": metric, **audited.estimate(audited.utility(metric)[1])})
+            found.append(
+                {"recommender": label, "metric": metric, **audited.estimate([*audited.utility(metric).values()])}
+            )
     return found
 
 
 def _comparisons(audited: Audited, reference: Audited) -> Rows:
     found: Rows = []
     against = reference.system.defense.label
-    pairs: list[tuple[str, str | None, str, list[PerUser], list[PerUser]]] = []
-    if audited.chosen is not None and reference.chosen is not None:
-        mine = (audited.chosen[0].seeds, audited.strongest_values)
-        theirs = (reference.chosen[0].seeds, reference.strongest_values)
-        pairs.append((MEMBERSHIP, audited.chosen[0].ask.name, "auc", *_matched(mine, theirs)))
+    pairs: list[tuple[str, str | None, str, BySeed, BySeed]] = []
+    mine, theirs = audited.chosen, reference.chosen
+    if mine is not None and theirs is not None:
+        if mine.vantage == theirs.vantage:
+            pairs.append((MEMBERSHIP, mine.ask.name, "auc", mine.auc, theirs.auc))
+        else:  # asked about other pairs: what is easy there is no leak, so each is taken beyond its own null
+            pairs.append((MEMBERSHIP, mine.ask.name, "excess", audited.excess, reference.excess))
     for metric in ("hit@10", "ndcg@10"):
-        pairs.append(("utility", None, metric, *_matched(audited.utility(metric), reference.utility(metric))))
+        pairs.append(("utility", None, metric, audited.utility(metric), reference.utility(metric)))
     for question, attack, metric, first, second in pairs:
-        if not first:
-            continue
-        difference = paired(first, second, seed=0, level=audited.level)
-        key = {"reference": against, "question": question, "attack": attack, "metric": metric}
-        ends = {"low": max(-1.0, difference.low), "high": min(1.0, difference.high)}
-        found.append({**key, **_columns(difference, difference.seeds), **ends, "p": difference.p, "p_holm": None})
+        if _common(first, second):
+            difference = _difference(first, second, audited.level)
+            key = {"reference": against, "question": question, "attack": attack, "metric": metric}
+            found.append({**key, **_columns(difference, difference.seeds), "p": difference.p, "p_holm": None})
     return found
 
 
-def _matched(
-    first: tuple[list[int], list[PerUser]], second: tuple[list[int], list[PerUser]]
-) -> tuple[list[PerUser], list[PerUser]]:
-    """The values of the seeds that both have, with at least two users in common."""
-    ours, theirs = dict(zip(*first, strict=True)), dict(zip(*second, strict=True))
-    seeds = [seed for seed in ours if seed in theirs and len(np.intersect1d(ours[seed].user, theirs[seed].user)) > 1]
-    return [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
+def _common(first: BySeed, second: BySeed) -> list[int]:
+    """The seeds that both have, with at least two users in common."""
+    seeds = (seed for seed in first if seed in second)
+    return [seed for seed in seeds if len(np.intersect1d(first[seed].user, second[seed].user)) > 1]
+
+
+def _difference(first: BySeed, second: BySeed, level: float) -> Difference:
+    seeds = _common(first, second)
+    found = paired([first[seed] for seed in seeds], [second[seed] for seed in seeds], seed=0, level=level)
+    return replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
+
+
+def _minus(first: PerUser, second: PerUser) -> PerUser:
+    """The difference for the users of both."""
+    user, one, other = np.intersect1d(first.user, second.user, assume_unique=True, return_indices=True)
+    return PerUser(user, first.value[one] - second.value[other], 0)
 
 
 def _correct(rows: Rows) -> None:
@@ -373,14 +397,12 @@ def _parts(audited: Audited) -> Rows:
         found.append({**key, **value, "reason": each.reason})
     if audited.chosen is None:
         return found
-    attack, direction = audited.chosen
+    attack = audited.chosen
     key = {"question": MEMBERSHIP, "attack": attack.ask.name, "reason": None}
     people = loaded(audited.system.data).users
     attributes = [name for name in people.columns[1:] if people.schema[name] == pl.String]
     about = people.select(attributes).with_row_index("user").with_columns(pl.col("user").cast(pl.Int64))
     graded = [frame.filter(~pl.col("valid") & pl.col("auc").is_not_null()) for frame in attack.users]
-    if direction < 0:
-        graded = [frame.with_columns(1 - pl.col("auc")) for frame in graded]
     frames = [frame.join(about, on="user", how="left", maintain_order="left") for frame in graded]
     for kind in ("round", "activity", *attributes):
         for part, x, some in _groups(frames, kind):

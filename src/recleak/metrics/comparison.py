@@ -104,7 +104,15 @@ class Counts:
         return cls(users, hits, trials)
 
 
-def bootstrap_rate(counts: Sequence[Counts], *, seed: int, level: float = 0.95, resamples: int = 2000) -> Estimate:
+def bootstrap_rate(
+    counts: Sequence[Counts],
+    *,
+    seed: int,
+    level: float = 0.95,
+    resamples: int = 2000,
+    alarms: Sequence[Counts] = (),
+    slopes: Sequence[float] = (),
+) -> Estimate:
     """All hits over all trials, with the interval of `bootstrap_crossed`: users and seeds are drawn, not single trials.
 
     Resampled ratios are linearized: the mean of rate + (hits - rate trials) / mean trials (Cochran 1977, section 6.3).
@@ -112,10 +120,18 @@ def bootstrap_rate(counts: Sequence[Counts], *, seed: int, level: float = 0.95, 
     also holds that of Clopper and Pearson for as many trials as are worth the variance, rate (1 - rate) / variance
     (Korn and Graubard 1998), or for one trial per user if there is no hit or no miss. If the hits are those of a
     handful of users, the upper end is still too low. `n` is the number of users with a trial.
+
+    True positives at a false positive rate rest on a threshold that other users would put elsewhere. `alarms` are the
+    false positives at it, of the same users, and `slopes` those of the ROC curve there, by seed: then a user's share is
+    hits minus slope times alarms, because a user's own alarms move the threshold up (Pepe 2003, section 5.2).
     """
     rate = _rate(counts)
     users = [each.user for each in counts]
-    drawn = bootstrap_crossed(users, _linearized(counts, rate), seed=seed, level=level, resamples=resamples)
+    values = _linearized(counts, rate)
+    if alarms:
+        false = [_linearized([each], _rate([each]))[0] for each in alarms]
+        values = [one - slope * (other - other.mean()) for one, slope, other in zip(values, slopes, false, strict=True)]
+    drawn = bootstrap_crossed(users, values, seed=seed, level=level, resamples=resamples)
     n = len(np.unique(np.concatenate([each.user[each.trials > 0] for each in counts])))
     if rate in (0, 1):
         return clopper_pearson(round(rate) * n, n, level)
@@ -154,22 +170,20 @@ def bootstrap_rate_difference(
     return Estimate(value, max(-1.0, drawn.low), min(1.0, drawn.high), n)
 
 
-def strongest(candidates: Mapping[str, Sequence[PerUser]]) -> tuple[str, int]:
-    """The attack whose AUC, the mean over seeds and users, is farthest from 0.5, and the direction of its scores.
+def strongest(candidates: Mapping[str, Sequence[PerUser]]) -> str:
+    """The attack whose AUC, the mean over seeds and users, is largest; of equals, the first by name.
 
-    The direction is -1 if the AUC is below 0.5: the attacker then reverses its scores, which turns every AUC into
-    1 - AUC. Of equals, the first by name. Pass validation users only, and grade the choice on others.
+    Pass validation users only, and grade the choice on others.
     """
     if not candidates:
         raise ValueError("Got no candidates, expected at least one attack with values.")
-    excess = {}
+    found = {}
     for name, by_seed in sorted(candidates.items()):
         means = [each.value.mean() if len(each.value) else np.nan for each in by_seed]
-        excess[name] = round(float(np.mean(means)) - 0.5, 12) if means else np.nan  # ties in spite of rounding
-        if not np.isfinite(excess[name]):
+        found[name] = round(float(np.mean(means)), 12) if means else np.nan  # ties in spite of rounding
+        if not np.isfinite(found[name]):
             raise ValueError(f"Got an AUC of {name!r} that is NaN or of no user, expected values in every seed.")
-    name = max(excess, key=lambda each: abs(excess[each]))
-    return name, -1 if excess[name] < 0 else 1
+    return max(found, key=lambda each: found[each])
 
 
 def is_validation(user: NDArray[np.int64], share: float) -> NDArray[np.bool_]:

@@ -169,13 +169,16 @@ def _changes(view: View) -> list[Html]:
 def _sentence(view: View, system: System, rows: list[Row], sure: float) -> Html:
     leakage: dict[str, Row] = {}
     for row in rows:
-        if row["question"] != "utility" and str(row["metric"]).lower() == "auc":
+        if row["question"] != "utility" and row["metric"] in ("auc", "excess"):
             chosen = view.chosen.get((system, row["question"] or "?"))
             best = chosen is not None and chosen["attack"] == row["attack"]
             if best or row["question"] not in leakage:
                 leakage[row["question"]] = row
     utility = [row for row in rows if row["question"] == "utility"]
-    parts = [_part(row, "leakage", f"{row['question'] or '?'}: AUC", sure) for row in leakage.values()]
+    parts = [
+        _part(row, "leakage", f"{row['question'] or '?'}: {metric_name(row['metric'])}", sure)
+        for row in leakage.values()
+    ]
     parts += [_part(row, "utility", metric_name(row["metric"]), sure) for row in utility[:1]]
     against = f" (against “{rows[0]['reference'] or '?'}”) "
     return join([tag("strong", system.name), against, join(parts or ["is in the table only"], "; "), "."])

@@ -195,7 +195,8 @@ def metric_name(metric: str | None) -> str:
     if found := re.match(r"tpr\D*([\d.]+) ?(%?)", name, re.IGNORECASE):
         rate = float(found[1]) * (1 if found[2] else 100)
         return f"TPR at {rate:g}{NBSP}% FPR"
-    return {"auc": "AUC", "f1": "F1", "pooled_auc": "AUC over all users"}.get(name.lower(), name.replace("_", " "))
+    names = {"auc": "AUC", "f1": "F1", "excess": "AUC beyond a guesser's", "pooled_auc": "AUC over all users"}
+    return names.get(name.lower(), name.replace("_", " "))
 
 
 def is_auc(row: Mapping[str, Any]) -> bool:
