@@ -268,7 +268,7 @@ class Doubled(Defense):
 class Renamed(Defense):
     """States nothing, and leaves uploads alone."""
 
-    def penalty(self, moved: Update) -> None:
+    def penalty(self, moved: Update, streams: Streams) -> None:
         return None
 
 

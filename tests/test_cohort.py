@@ -329,7 +329,7 @@ class Stay(Defense):
 
     mu: float = 0.3
 
-    def penalty(self, moved: Update) -> Tensor | None:
+    def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
         return self.mu * torch.stack(list(moved.squared_norms().values())).sum(0)
 
 
@@ -339,8 +339,31 @@ class StayAtOne(Defense):
 
     name: str = "item"
 
-    def penalty(self, moved: Update) -> Tensor | None:
+    def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
         return moved.squared_norms()[self.name].square()
+
+
+@dataclass(frozen=True)
+class WithinBounds(Defense):
+    """What is sent are parameters between -0.1 and 0.1; a random term of the loss that depends on where they are."""
+
+    def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
+        if "item" not in moved.received:  # it is kept
+            return None
+        now = moved.received["item"].index_select(0, moved.item) + moved.rows["item"]
+        term = (streams.normal_like(moved, "item") * now.square()).flatten(1).sum(1)
+        return term.new_zeros(moved.n_clients).index_add(0, moved.owner, term)
+
+    def epoch(self, moved: Update, streams: Streams) -> Update:
+        return self.upload(moved, streams)
+
+    def upload(self, update: Update, streams: Streams) -> Update:
+        def bounded(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+            whole = update.received[name]
+            start = whole if owner is None else whole.index_select(0, update.item)
+            return (start + tensor).clamp(-0.1, 0.1) - start
+
+        return update.map(bounded)
 
 
 @dataclass(frozen=True)
@@ -406,6 +429,7 @@ class BlurredFeatures(Defense):
 HOOKS: dict[str, Defense] = {
     "penalty": Stay(),
     "penalty on one component": StayAtOne(),
+    "bounds on values": WithinBounds(),
     "gradient": ScaledGradients(),
     "noise on gradients": NoisyGradients(),
     "epoch": HalfWayBack(),

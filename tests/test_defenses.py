@@ -588,7 +588,7 @@ class Everything(Defense):
         position = torch.arange(len(features))
         return features + streams.normal("features", position, torch.zeros_like(position), tuple(features.shape[1:]))
 
-    def penalty(self, moved: Update) -> Tensor | None:
+    def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
         return self.mark * moved.values["bias"].square()
 
     def gradient(self, gradient: Update, streams: Streams) -> Update:
@@ -612,10 +612,10 @@ def test_chain_runs_every_hook_of_every_part_in_order() -> None:
     position = torch.arange(7)
     parts = [streams(update).within(k).normal("features", position, torch.zeros(7).long(), (3,)) for k in ("0", "2")]
     torch.testing.assert_close(chain.features(zero, streams(update)), parts[0] + parts[1])
-    penalty = chain.penalty(update)
+    penalty = chain.penalty(update, streams(update))
     assert penalty is not None
     torch.testing.assert_close(penalty, 3 * update.values["bias"].square())
-    assert Chain((Defense(),)).penalty(update) is None
+    assert Chain((Defense(),)).penalty(update, streams(update)) is None
     assert chain.sharing(EXAMPLE_COMPONENTS) == EXAMPLE_COMPONENTS[2:]
     data = LocalData(
         client=np.array([1]),
@@ -638,7 +638,8 @@ def test_empty_chain_returns_its_arguments() -> None:
 def test_penalty_is_differentiable() -> None:
     update = example_update()
     bias = update.values["bias"].clone().requires_grad_()
-    penalty = Chain((Everything(2.0),)).penalty(replace(update, values={**update.values, "bias": bias}))
+    moved = replace(update, values={**update.values, "bias": bias})
+    penalty = Chain((Everything(2.0),)).penalty(moved, streams(update))
     assert penalty is not None
     torch.testing.assert_close(torch.autograd.grad(penalty.sum(), bias)[0], 4 * update.values["bias"])
 

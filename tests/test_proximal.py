@@ -50,7 +50,7 @@ class TestProximal(DefenseContract):
 def gradient(defense: Defense, moved: Update) -> tuple[Tensor, Update]:
     """The term, f32[C], and the gradient of its sum."""
     leaves = moved.map(lambda _, tensor, __: tensor.clone().requires_grad_())
-    term = defense.penalty(leaves)
+    term = defense.penalty(leaves, Streams.simulated(1, 2, leaves.client))
     assert term is not None
     tensors = {**leaves.values, **leaves.rows}
     found = torch.autograd.grad(term.sum(), list(tensors.values()), allow_unused=True, materialize_grads=True)
@@ -86,8 +86,8 @@ def test_gradient_is_zero_where_nothing_moved(norm: Norm) -> None:
 
 
 def test_strength_zero_is_no_term() -> None:
-    assert Proximal(0.0).penalty(example_update()) is None
-    assert Proximal(1.0, components=()).penalty(example_update()) is None
+    assert Proximal(0.0).penalty(example_update(), Streams.from_os(7)) is None
+    assert Proximal(1.0, components=()).penalty(example_update(), Streams.from_os(7)) is None
 
 
 @pytest.mark.parametrize("strength", [-0.1, float("nan"), float("inf")])
@@ -108,8 +108,8 @@ def test_unknown_norms_and_components() -> None:
 class Doubled(Proximal):
     """Computes something else than its parent."""
 
-    def penalty(self, moved: Update) -> Tensor | None:
-        term = super().penalty(moved)
+    def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
+        term = super().penalty(moved, streams)
         return None if term is None else 2 * term
 
 

@@ -138,3 +138,19 @@ def test_errors_say_what_to_do() -> None:
         drawn.normal("noise", torch.tensor([0, 1]), torch.tensor([0]))
     with pytest.raises(ValueError, match=r"Got moments of shape \(2,\), expected \(4,\)"):
         drawn.at([1, 2])
+
+
+def test_lasting_draws_are_the_same_in_every_round() -> None:
+    position, row = torch.tensor([0, 1, 2]), torch.tensor([5, 5, 9])
+    client = np.array([3, 8, 11])
+
+    def drawn(streams: Streams) -> Tensor:
+        return streams.normal("x", position, row, (4,))
+
+    rounds = [Streams.simulated(1, each, client) for each in (0, 4)]
+    first, second = (drawn(each.at(2).within("a").lasting()) for each in rounds)
+    assert torch.equal(first, second)
+    assert not torch.equal(*(drawn(each) for each in rounds))
+    assert not torch.equal(first, drawn(rounds[0].within("a"))), "nor those of the first round"
+    assert not torch.equal(first, drawn(rounds[0].within("b").lasting())), "a purpose of its own"
+    assert torch.equal(drawn(rounds[1].select([2, 0, 1]).lasting())[1], drawn(rounds[0].lasting())[0])

@@ -40,12 +40,14 @@ class Streams:
     n_clients: int  # C
     key: NDArray[np.uint64] | None  # u64[C]: from (seed, round, client, moments); None draws from the operating system
     path: tuple[str, ...] = ()  # the purposes around the one that a draw names
+    every: NDArray[np.uint64] | None = None  # u64[C]: the key of draws that are the same in every round
 
     @classmethod
     def simulated(cls, seed: int, round: int, client: ArrayLike | Tensor) -> Streams:
         """Reproducible streams of simulated clients, i64[C], in one round."""
         client = np.atleast_1d(_numpy(client))
-        return cls(len(client), random.bits(seed, "client stream", round, client))
+        keys = (random.bits(seed, "client stream", each, client) for each in (round, 0))
+        return cls(len(client), next(keys), every=next(keys))
 
     @classmethod
     def from_os(cls, n_clients: int = 1) -> Streams:
@@ -65,10 +67,15 @@ class Streams:
             raise ValueError(f"Got moments of shape {words.shape}, expected ({self.n_clients},): one per client.")
         return replace(self, key=random.bits(0, "moment", self.key, words))
 
+    def lasting(self) -> Streams:
+        """The same clients with draws that do not change from round to round; a real device has to keep its own."""
+        return replace(self, key=self.every).within("lasting")
+
     def select(self, positions: ArrayLike | Tensor) -> Streams:
         """The clients at these positions (i64), in this order."""
         places = np.atleast_1d(_numpy(positions))
-        return replace(self, n_clients=len(places), key=None if self.key is None else self.key[places])
+        key, every = (None if each is None else each[places] for each in (self.key, self.every))
+        return replace(self, n_clients=len(places), key=key, every=every)
 
     def uniform(self, purpose: str, position: Tensor, row: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
         """Uniform numbers in (0, 1], f32[n, *shape]; 1 only where float32 rounds to it, once in 2^25 draws.

@@ -9,7 +9,7 @@ sees which rows changed. A real device has C = 1. What clients keep between visi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -26,6 +26,9 @@ class Update:
     item: Tensor  # i64[N], ascending within a client: the item of each row
     offset: Tensor  # i64[C + 1]: client c holds rows offset[c] to offset[c + 1]
     n_items: int  # I: how many rows the whole table has
+    received: dict[str, Tensor] = field(default_factory=dict)
+    """The shared components that the changes are from, whole: f32[*shape], f32[I, *shape] or f32[U, *shape]. Hooks of a
+    defense find them here; they are not sent, since the receiver has them."""
 
     @property
     def n_clients(self) -> int:
@@ -86,6 +89,7 @@ class Update:
             self.item[row],
             offset,
             self.n_items,
+            self.received,
         )
 
     def to(self, device: torch.device | str) -> Update:

@@ -42,10 +42,11 @@ class Defense:
         """The user features that clients train with, f32[C, F], before training."""
         return features
 
-    def penalty(self, moved: Update) -> Tensor | None:
+    def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
         """A term of the loss at every step, f32[C], or None.
 
-        `moved` is the parameters now minus those received, with the graph for automatic differentiation.
+        `moved` is the parameters now minus those received, with the graph for automatic differentiation. What was
+        received is in `moved.received`, here and in the hooks below, except for the gradient.
         """
         return None
 
@@ -118,11 +119,11 @@ class Chain(Defense):
             features = defense.features(features, streams.within(str(position)))
         return features
 
-    def penalty(self, moved: Update) -> Tensor | None:
+    def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
         """The sum of the terms."""
         total: Tensor | None = None
-        for defense in self.defenses:
-            term = defense.penalty(moved)
+        for position, defense in enumerate(self.defenses):
+            term = defense.penalty(moved, streams.within(str(position)))
             if term is not None:
                 total = term if total is None else total + term
         return total

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recleak.defenses.base import Chain, Defense, hooks
 from recleak.defenses.spending import NoGuarantee, Spending
+from recleak.streams import Streams
 from recleak.update import Update
 
 Norm = Literal["plain", "squared"]
@@ -45,7 +46,7 @@ class Proximal(Defense):
         if self.norm not in get_args(Norm):
             raise ValueError(f"Got norm={self.norm!r}, expected one of {', '.join(get_args(Norm))}.")
 
-    def penalty(self, moved: Update) -> Tensor | None:
+    def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
         """strength * ||moved||, or its square, f32[C]."""
         squared = moved.only(set(self.components)).squared_norms()  # f32[C] each
         if not self.strength or not squared:

@@ -66,6 +66,7 @@ class _Client:
                 value = received[part.name][self.who] if part.storage == "per_user" else received[part.name]
             self.params[part.name] = nn.Parameter(value.to(dtype, copy=True))
         self.start = {name: value.detach().clone() for name, value in self.params.items()}
+        self.received = {name: value.to(dtype) for name, value in received.items()}
         self.own = torch.from_numpy(np.unique(self.data.item[self.data.label > 0]))  # i64[n]
         self.active = self._active_rows()  # i64[K], ascending
         self.features = None
@@ -169,7 +170,7 @@ class _Client:
         else:
             margin = score - self._scores(torch.from_numpy(self.data.against)[examples])
             loss = torch.logaddexp(-margin, torch.zeros_like(margin)).mean()  # -log sigmoid(margin)
-        total, penalty = loss, defense.penalty(self._moved(graph=True))
+        total, penalty = loss, defense.penalty(self._moved(graph=True), self.streams.at(step).within("penalty"))
         if penalty is not None:
             total = loss + penalty.sum()
         total.backward()  # type: ignore[no-untyped-call]
@@ -233,7 +234,8 @@ class _Client:
 
     def _moved(self, *, graph: bool = False) -> Update:
         now = self.params if graph else {name: value.detach() for name, value in self.params.items()}
-        return self._update({name: value - self.start[name] for name, value in now.items()})
+        moved = self._update({name: value - self.start[name] for name, value in now.items()})
+        return replace(moved, received=self.received)
 
     def _move_to(self, moved: Update) -> None:
         with torch.no_grad():

@@ -10,7 +10,7 @@ C clients, A active ones, B items in a batch, N item rows of all clients, I item
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -150,5 +150,6 @@ def _train_alike(task: Task, received: Params, kept: Update, data: LocalData, ro
         )
     if "upload" in hooks(task.defense):
         update = task.defense.upload(update, streams.within("upload"))
+    update = replace(update, received={})  # it is sent, or goes on to the next process
     steps = int(visit.plan.steps.sum())
     return Trained(update, visit.kept().select(back), loss, visit.batches.degree[back], steps)

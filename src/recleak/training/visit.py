@@ -325,16 +325,16 @@ class Visit:
             if (through := gradients.get(f"{name}{_SUM}")) is not None:
                 rows[name].index_add_(0, own, through.index_select(0, owner))
         gradient = replace(whole, values={name: gradients[name] for name in whole.values}, rows=rows)
+        streams = self.streams.select(torch.arange(now)).at(step)
         if "penalty" in self.used:
-            gradient = self._with_penalty(gradient)
+            gradient = self._with_penalty(gradient, streams.within("penalty"))
         if "gradient" in self.used:
-            streams = self.streams.select(torch.arange(now)).at(step)
             gradient = self.task.defense.gradient(gradient, streams.within("gradient"))
         return {**gradient.values, **gradient.rows}
 
-    def _with_penalty(self, gradient: Update) -> Update:
+    def _with_penalty(self, gradient: Update, streams: Streams) -> Update:
         moved = self.moved(gradient.n_clients).map(lambda _, tensor, __: tensor.detach().requires_grad_())
-        penalty = self.task.defense.penalty(moved)
+        penalty = self.task.defense.penalty(moved, streams)
         if penalty is None:
             return gradient
         tensors = [*moved.values.values(), *moved.rows.values()]
@@ -383,7 +383,7 @@ class Visit:
 
     def moved(self, clients: int | None = None) -> Update:
         """How far the first clients are from where they began."""
-        now = self._now(clients)
+        now = replace(self._now(clients), received=self.received)
         start = self.start
         if start is not None:
             return now.map(
