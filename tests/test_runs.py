@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import recleak
-from recleak import cells
+from recleak import measuring
 from recleak.attacks.base import Knowledge, State, WhichItems
 from recleak.cli import main
 from recleak.conditions import Condition
@@ -178,7 +178,7 @@ def test_what_is_measured_is_not_measured_again(
     whole: tuple[Findings, Path], data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     findings, folder = whole
-    monkeypatch.setattr(cells, "train_federated", _refuse)
+    monkeypatch.setattr(measuring, "train_federated", _refuse)
     again = audit_run(experiment(table(data)), folder, command="test")
     assert again.verdicts.equals(findings.verdicts)
     fewer = audit_run(experiment(table(data, seeds=1, defenses=["none"])), folder, command="test")
@@ -202,7 +202,7 @@ def test_a_new_attack_is_added_to_what_is_there(data: str, tmp_path: Path, monke
         seen.append(len(options["taps"]))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(cells, "train_federated", spy)
+    monkeypatch.setattr(measuring, "train_federated", spy)
     attacks = ["k-means", {"use": "alignment", "shadow_rows": 0}]
     findings = audit_run(experiment({**short, "attacks": attacks}), tmp_path / "run")
     assert seen == [2], "the new attack, and who tells which pairs are asked"

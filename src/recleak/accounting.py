@@ -11,7 +11,7 @@ sampled, because such a server sees who took part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod, sqrt
 
 import numpy as np
@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
-from recleak.defenses.spending import Bound, FlippedLabels, NoGuarantee, Noise, Spending
+from recleak.defenses.spending import (
+    Bound,
+    FlippedLabels,
+    NoGuarantee,
+    Noise,
+    NoisyFeatures,
+    NoisyValues,
+    Spending,
+)
 from recleak.errors import ConfigError
 from recleak.models.components import Component
 from recleak.protocols.federated import Federated
@@ -37,6 +45,10 @@ CAVEATS = (
 _UPLOADS = "everything that a client uploads"
 _REPLACED = "all data of one client replaced by any other data"
 _SILENCED = "one client's uploads replaced by noise alone, as if it had changed nothing"
+_NUMBER = "one number of what a client uploads, in each of its uploads"
+_ANOTHER = "this number has any other value within the bound, and all others are as they are"
+_FEATURES = "the user features of one client, while its interactions stay as they are"
+_OTHER_FEATURES = "all its features replaced by any others"
 _LABEL = "the label (own or not) of one item, among the items that a client visibly trains on"
 _FLIPPED = "one item has the other label"
 _SWAPPED = "two items exchange their labels, so that the number of own items, which shows, stays"
@@ -98,6 +110,11 @@ def ledger(
                 entries.append(_nothing(statement.mechanism, statement.why))
             case FlippedLabels():
                 entries += _labels(statement, training, uses.most)
+            case NoisyFeatures():
+                entries.append(_features(statement, uses.most))
+            case NoisyValues():
+                epochs = training.epochs if training is not None and statement.each_epoch else 1
+                entries += upload.noisy_values(statements[:position], statement, uses, epochs)
             case Bound():
                 if not any(isinstance(after, Noise) for after in statements[position + 1 :]):
                     entries.append(_nothing(statement.mechanism, _ALONE))
@@ -155,6 +172,46 @@ class _Upload:
                 size = {part.name: part.size * _rows(part, self.n_items) for part in self.components}
                 yield _laplace(mechanism, neighbors, factor * _reach_of_sums(noise, ways, size), uses)
 
+    def noisy_values(
+        self, before: Sequence[Spending], values: NoisyValues, uses: _Uses, epochs: int
+    ) -> Iterator[Entry]:
+        """The rows for noise on values that are clipped number by number: two clients differ by 2 limit in each."""
+        _, _, done = self._bounded(before)
+        noise = self._noise_of(values)
+        if why := _LATER if done else self._fault(noise):
+            yield _nothing(values.mechanism, why)
+            return
+        size = {part.name: part.size * _rows(part, self.n_items) for part in self.components}
+        far = {name: 2 * values.limit / noise.of(name) for name in size}  # of one number, in scales
+        count, epsilons = sum(size.values()), sorted(set(far.values()))
+        claims = f"{epsilons[0]:.3g}" if len(epsilons) == 1 else f"{epsilons[0]:.3g} to {epsilons[-1]:.3g}"
+        alone = "No change of data moves one number alone: what protects a person is the next row."
+        if values.law == "gaussian":
+            reach = sqrt(sum(far[name] ** 2 * size[name] for name in size))
+            number = _gaussian(values.mechanism, _ANOTHER, epsilons[-1], uses)
+            whole = _gaussian(values.mechanism, _REPLACED, reach, uses)
+            words = f"Two values are {claims} standard deviations apart at most, in each of {count:,} numbers (l2)."
+            inner = ""
+        else:
+            once = sum(far[name] * size[name] for name in size)
+            number = _laplace(values.mechanism, _ANOTHER, epsilons[-1], uses)
+            whole = _laplace(values.mechanism, _REPLACED, once, uses)
+            words = f"Epsilon is {claims} for each number of an upload, added up over {count:,} numbers."
+            inner = f" Counting it, as if each epoch were seen, would give {epochs * once * uses.most:.3g}."
+        if epochs > 1:
+            words += (
+                f" There is noise after each of {epochs} epochs, but only parameters after the last are sent, clipped "
+                f"and noisy whatever came before: earlier noise costs nothing and protects nothing.{inner}"
+            )
+        told = uses.told(whole.typical or 0.0, whole.delta or 0.0)
+        yield replace(number, unit=_NUMBER, words=f"For the numbers with the least noise. {alone}")
+        yield replace(whole, words=f"{words} {told} A client that changed nothing may be as far from others as any.")
+
+    def _noise_of(self, values: NoisyValues) -> Noise:
+        """The same noise by the names of what is sent."""
+        scale = {part.name: values.scale(part.name) for part in self.components}
+        return Noise(values.mechanism, values.law, scale, values.every_row)
+
     def _bounded(self, before: Sequence[Spending]) -> tuple[_Norms, list[str], bool]:
         """What mechanisms before bound, which of them do, and whether one gives a guarantee already."""
         norms: _Norms = []
@@ -164,6 +221,10 @@ class _Upload:
                 if not (self._fault(statement) or self._free(norms)):
                     return norms, mechanisms, True
                 norms, mechanisms = [], []  # noise is not bounded
+            elif isinstance(statement, NoisyValues):
+                if not self._fault(self._noise_of(statement)):
+                    return norms, mechanisms, True
+                norms, mechanisms = [], []
             elif isinstance(statement, (Bound, NoGuarantee)) and not statement.keeps:
                 norms, mechanisms = [], []
             if isinstance(statement, Bound):
@@ -268,6 +329,22 @@ def _covers(norms: _Norms, components: Iterable[Component]) -> Iterator[_Norms]:
 
 def _rows(part: Component, n_items: int) -> int:
     return n_items if part.storage == "per_item" else 1
+
+
+# --- features ---------------------------------------------------------------------------------------------------------
+
+
+def _features(statement: NoisyFeatures, most: int) -> Entry:
+    """Features that were drawn once: epsilon for all of them in all rounds together."""
+    once = statement.epsilon
+    if once == inf:
+        return _nothing(statement.mechanism, "Features stay as they are at this setting.")
+    words = (
+        f"Features are drawn once for all rounds, so {most:,} uploads tell no more than one. Not covered: "
+        "interactions. Training reads them too, so what they tell of an attribute is told as before, and so are "
+        "features that follow from them, such as the numbers of ratings."
+    )
+    return Entry(statement.mechanism, _FEATURES, _OTHER_FEATURES, once, once, 0.0, 1, words, once)
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------

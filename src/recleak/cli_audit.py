@@ -107,9 +107,9 @@ def audit(
     from recleak.machine import cores
     from recleak.runs import audit_run
 
-    conditions = [Condition.parse(text) for text in fail_if]
     table = experiments.quick_start() if experiment is None else experiments.read(experiment)
     made = experiments.experiment(overrides.apply(table), "quick start" if experiment is None else str(experiment))
+    conditions = [Condition.parse(text, made.attributes) for text in fail_if]
     folder = out_dir or Path("runs") / ("quickstart" if experiment is None else experiment.stem)
     command = shlex.join(["recleak", *sys.argv[1:]])
     findings = audit_run(made, folder, workers=cores() if workers is None else workers, command=command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import polars as pl
 from recleak.errors import ConfigError, unknown_name
 from recleak.findings import SYSTEM, Findings
 
+ATTRIBUTE = ("auc", "excess", "macro-f1", "accuracy")  # of questions that are named after an attribute
 METRICS = {  # by question
     "membership": ("auc", "excess", "f1", "exposed", "advantage", "tpr@1%", "tpr@0.1%"),
     "utility": ("hit@10", "hit@20", "ndcg@10", "ndcg@20"),
@@ -23,14 +24,15 @@ _FORM = re.compile(r"\s*([a-z][a-z-]*)\.([a-z0-9@%.-]+?)\s*(>=|<=|>|<)\s*([-+0-9
 class Condition:
     """Something that must not be certain of any system; of what was not measured, nothing is."""
 
-    question: str  # membership, ..., or utility
+    question: str  # membership, an attribute, or utility
     metric: str
     sign: str
     limit: float
 
     @classmethod
-    def parse(cls, text: str) -> Condition:
-        """From what is typed."""
+    def parse(cls, text: str, attributes: Iterable[str] = ()) -> Condition:
+        """From what is typed; `attributes` are those that are inferred."""
+        metrics = {**METRICS, **dict.fromkeys(attributes, ATTRIBUTE)}
         found = _FORM.fullmatch(text)
         try:
             if found is None:
@@ -42,8 +44,8 @@ class Condition:
                 "or 'utility.hit@10 < 0.3'."
             ) from None
         for kind, got, known in (
-            ("question", made.question, METRICS),
-            ("metric", made.metric, METRICS.get(made.question, ())),
+            ("question", made.question, metrics),
+            ("metric", made.metric, metrics.get(made.question, ())),
         ):
             if got not in known:
                 raise ConfigError(f"--fail-if {text!r}: {unknown_name(kind, got, known)}")

@@ -105,6 +105,12 @@ class Experiment(BaseModel):
     protocol: Objects = "federated"
     defenses: Objects = Field(default="none", description="The first one is what the others are compared with.")
     attacks: Objects = "alignment"
+    attributes: list[str] = Field(
+        default=[], description="Users' attributes, such as gender, that the attacks on attributes are asked about."
+    )
+    known: float = Field(
+        default=0.1, gt=0, lt=1, description="Share of the users whose attributes an adversary knows, to learn from."
+    )
     seeds: int | list[int] = Field(default=1, description="How many, or which.")
     by_component: list[str] = Field(
         default=[], description="Attacks (by label) that the first seed also runs on each role's part of uploads alone."

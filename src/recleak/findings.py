@@ -64,6 +64,7 @@ TABLES: Mapping[str, pl.Schema] = {
         {**_SYSTEM, **_ATTACK, "kind": pl.String, "part": pl.String, "x": pl.Float64, **_VALUE, "reason": pl.String}
     ),
     # Every user under every attack, nulls aside; rank 1 is the most exposed user of that attack, system and seed.
+    # exposed: the share of own items that are told, or the probability given to the user's own class of an attribute.
     "risk": pl.Schema(
         {**_SYSTEM, **_ATTACK, "seed": pl.Int64, "user": pl.String, "activity": pl.Int64}
         | {"auc": pl.Float64, "exposed": pl.Float64, "rank": pl.Int64}

@@ -34,6 +34,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "gmf": "recleak.models.mf:GMF",
         "lightgcn": "recleak.models.lightgcn:LightGCN",
         "pfedrec": "recleak.models.pfedrec:PFedRec",
+        "feature-gcn": "recleak.models.feature_gcn:FeatureGCN",
     },
     "protocol": {"federated": "recleak.protocols.federated:Federated"},
     "defense": {
@@ -49,6 +50,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "share-less": "recleak.defenses.sharing:ShareLess",
         "share": "recleak.defenses.sharing:Share",
         "secure-aggregation": "recleak.defenses.secure_aggregation:SecureAggregation",
+        "adaptive-noise": "recleak.defenses.adaptive_noise:AdaptiveNoise",
+        "bounded-gaussian": "recleak.defenses.adaptive_noise:BoundedGaussian",
+        "perturbed-features": "recleak.defenses.feature_noise:PerturbedFeatures",
+        "functional-mechanism": "recleak.defenses.functional_mechanism:FunctionalMechanism",
+        "objective-perturbation": "recleak.defenses.objective_perturbation:ObjectivePerturbation",
     },
     "attack": {
         "alignment": "recleak.attacks.alignment:GradientAlignment",
@@ -59,9 +65,21 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "popularity-of-sums": "recleak.attacks.membership:PopularityOfSums",
         "random": "recleak.attacks.membership:RandomGuess",
         "all-positive": "recleak.attacks.membership:AllPositive",
+        "from-updates": "recleak.attacks.attribute:FromUpdates",
+        "known-columns": "recleak.attacks.attribute:KnownColumns",
+        "through-items": "recleak.attacks.attribute:ThroughItems",
+        "majority": "recleak.attacks.attribute:MajorityClass",
+        "proportional": "recleak.attacks.attribute:Proportional",
     },
     "optimizer": {"adam": "recleak.training.optimizers:Adam", "sgd": "recleak.training.optimizers:SGD"},
-    "object": {},
+    "object": {
+        "network": "recleak.attacks.learners:Network",
+        "tree": "recleak.attacks.learners:Tree",
+        "svc": "recleak.attacks.learners:Svc",
+        "neighbors": "recleak.attacks.learners:Neighbors",
+        "boosting": "recleak.attacks.learners:Boosting",
+        "logistic": "recleak.attacks.learners:Logistic",
+    },
 }
 _PARENTS = {"model": "recleak.models.base:Model", "defense": "recleak.defenses.base:Defense"}
 _EXPECTED: Mapping[str, str] = {

@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from recleak import __version__, objects
-from recleak.cells import NULLS, Ask, Baselines, Cell, loaded, measure, split_of
+from recleak.attacks.base import WhichAttribute
+from recleak.audited import Audited
+from recleak.cells import ATTRIBUTE_NULLS, NULLS, Ask, Baselines, Cell, loaded, split_of
+from recleak.data.features import classes_of
 from recleak.data.sampling import evaluation_candidates
 from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import Data, Experiment, System, canonical
@@ -30,10 +33,12 @@ from recleak.files import replace_text
 from recleak.findings import Findings
 from recleak.jobs import Outcome, do_all
 from recleak.machine import cores
-from recleak.summary import MEMBERSHIP, Audited, tables
+from recleak.measuring import measure
+from recleak.summary import tables
 from recleak.training.state import locked
 
-_SHARED_ROLES = ("item", "head", "user")
+_SHARED_ROLES = ("user", "item", "head")
+_LAYERS = ("head.1", "head.2")  # of a head, by themselves: what noise by layer goes by
 _PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "polars", "dp-accounting")
 
 
@@ -78,6 +83,8 @@ class _Plan:
         for system in experiment.systems:
             if system.data not in self.fingerprints:
                 self.fingerprints[system.data] = loaded(system.data).fingerprint
+                for attribute in experiment.attributes:
+                    classes_of(loaded(system.data), attribute)  # an error comes here, before anything is run
         self.asks = _asks(experiment)
         self.audits = [self._audited(system, folder) for system in experiment.systems]
 
@@ -87,8 +94,8 @@ class _Plan:
         asks = [self.asks, *[rest] * (len(seeds) - 1)]
         cells = [Cell(system, seed, print_, some, folder / "cells") for seed, some in zip(seeds, asks, strict=True)]
         canaries: list[Cell] = []
-        if self.experiment.canaries and not self.experiment.shuffle_labels:
-            first = tuple(replace(ask, kind="canary") for ask in _first_by_vantage(self.asks))
+        first = tuple(replace(ask, kind="canary") for ask in _first_by_vantage(self.asks))
+        if first and self.experiment.canaries and not self.experiment.shuffle_labels:
             canaries = [Cell(system, seeds[0], print_, first, folder / "cells", canaries=True)]
         baselines = [Baselines(system.data, seed, print_, folder / "baselines") for seed in seeds]
         return Audited(system, cells, canaries, baselines, self.experiment.level)
@@ -160,24 +167,41 @@ def _notes(data: Data, seed: int) -> list[str]:
 def _asks(experiment: Experiment) -> tuple[Ask, ...]:
     """The attacks, the nulls of their vantage points, and the attacks on parts of uploads."""
     common: dict[str, Any] = {"shuffle": experiment.shuffle_labels, "validation": experiment.validation}
-    attacks = [Ask(each.label, each.settings, **common) for each in experiment.attack_choices]
-    vantages = dict.fromkeys(_vantage(ask) for ask in attacks)
+    attacks: list[Ask] = []
+    for each in experiment.attack_choices:
+        ask = Ask(each.label, each.settings, **common)
+        if not _on_attributes(ask):
+            attacks.append(ask)
+            continue
+        if not experiment.attributes:
+            raise ConfigError(
+                f'{each.label} infers attributes, but none is named.\n  Say which, such as attributes = ["gender"].'
+            )
+        attacks += [replace(ask, attribute=name, known=experiment.known) for name in experiment.attributes]
+    vantages = dict.fromkeys(_vantage(ask) for ask in attacks if not ask.attribute)
     names = [name for vantage in vantages for name in NULLS.get(vantage, ())]
     nulls = [Ask(name, {"use": name}, "null", **common) for name in names]
+    for attribute in dict.fromkeys(ask.attribute for ask in attacks if ask.attribute):
+        about = {**common, "attribute": attribute, "known": experiment.known}
+        nulls += [Ask(name, {"use": name}, "null", **about) for name in ATTRIBUTE_NULLS]
     parts = [
-        Ask(ask.name, ask.settings, "component", role, **common)
+        replace(ask, kind="component", role=role)
         for ask in attacks
         if ask.name in experiment.by_component
-        for role in _SHARED_ROLES
+        for role in (*_SHARED_ROLES, *(_LAYERS if ask.attribute else ()))
     ]
     return (*attacks, *nulls, *parts)
+
+
+def _on_attributes(ask: Ask) -> bool:
+    return getattr(objects.build("attack", ask.settings), "question", None) is WhichAttribute
 
 
 def _first_by_vantage(asks: Sequence[Ask]) -> list[Ask]:
     """The first attack at each vantage point."""
     found: dict[Any, Ask] = {}
     for ask in asks:
-        if ask.kind == "attack":
+        if ask.kind == "attack" and not ask.attribute:
             found.setdefault(_vantage(ask), ask)
     return list(found.values())
 
@@ -192,7 +216,7 @@ def _attack_about(ask: Ask, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any
     known = next((each for each in facts if each.get("knowledge")), {})
     return {
         "attack": ask.name,
-        "question": MEMBERSHIP,
+        "question": ask.question,
         "role": ask.kind,
         "vantage": made.vantage.__name__,
         "text": text,

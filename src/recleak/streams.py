@@ -10,23 +10,20 @@ Axis letters: C clients, n rows that are drawn for, each of one client.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy import special
 from torch import Tensor
 
-from recleak import random
+from recleak import draws, random
 from recleak.update import Update
 
-_BLOCK = 1 << 18  # draws at a time: bounds the working memory; the result does not depend on it
-
-_Quantile: TypeAlias = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+_BLOCK = 1 << 18  # draws from the operating system at a time: bounds the working memory
+_LAWS = {"uniform": draws.UNIFORM, "normal": draws.NORMAL, "laplace": draws.LAPLACE}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +79,15 @@ class Streams:
 
         `position` i64[n] is the place of a client among the C, `row` i64[n] the number of an item, or 0.
         """
-        return self._draw("uniform", lambda u: u, purpose, position, row, shape)
+        return self._draw("uniform", purpose, position, row, shape)
 
     def normal(self, purpose: str, position: Tensor, row: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
         """Standard normal numbers, f32[n, *shape], for rows as in `uniform`."""
-        return self._draw("normal", special.ndtri, purpose, position, row, shape)
+        return self._draw("normal", purpose, position, row, shape)
 
     def laplace(self, purpose: str, position: Tensor, row: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
         """Laplace numbers of scale 1 (standard deviation sqrt 2), f32[n, *shape], for rows as in `uniform`."""
-        return self._draw("laplace", _laplace_quantile, purpose, position, row, shape)
+        return self._draw("laplace", purpose, position, row, shape)
 
     def normal_like(self, update: Update, name: str) -> Tensor:
         """Standard normal numbers for every coordinate of a component, keyed by client and item."""
@@ -100,9 +97,45 @@ class Streams:
         """Laplace numbers of scale 1 for every coordinate of a component, keyed by client and item."""
         return self.laplace(name, *_rows(update, name))
 
-    def _draw(
-        self, kind: str, quantile: _Quantile, purpose: str, position: Tensor, row: Tensor, shape: tuple[int, ...]
-    ) -> Tensor:
+    def add_normal(self, out: Tensor, scale: float, purpose: str, position: Tensor, row: Tensor) -> None:
+        """Add scale times what `normal` draws, in place and without a second array, to f32[n, *shape]."""
+        self._add("normal", out, scale, purpose, position, row)
+
+    def add_laplace(self, out: Tensor, scale: float, purpose: str, position: Tensor, row: Tensor) -> None:
+        """Add scale times what `laplace` draws, in place and without a second array, to f32[n, *shape]."""
+        self._add("laplace", out, scale, purpose, position, row)
+
+    def _draw(self, kind: str, purpose: str, position: Tensor, row: Tensor, shape: tuple[int, ...]) -> Tensor:
+        client, item = self._places(position, row)
+        drawn = np.empty((len(client), prod(shape)), np.float32)
+        if self.key is None:
+            for part in _blocks(drawn):
+                part[:] = _from_os(kind, part.size)
+        else:
+            draws.draw(_LAWS[kind], self._start(kind, purpose), self.key, client, item, drawn)
+        return torch.from_numpy(drawn).reshape(len(client), *shape).to(position.device)
+
+    def _add(self, kind: str, out: Tensor, scale: float, purpose: str, position: Tensor, row: Tensor) -> None:
+        if out.shape[:1] != position.shape:
+            raise ValueError(
+                f"Got a tensor of shape {tuple(out.shape)} and positions {tuple(position.shape)}, "
+                "expected a position for each row of the tensor."
+            )
+        plain = out.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous()
+        if not plain or out.requires_grad:  # correct everywhere, with a second array
+            out.add_(scale * self._draw(kind, purpose, position, row, tuple(out.shape[1:])).to(out))
+            return
+        client, item = self._places(position, row)
+        sums = out.numpy().reshape(len(client), prod(out.shape[1:]))
+        if self.key is None:
+            for part in _blocks(sums):
+                part += np.float32(scale) * _from_os(kind, part.size)
+        else:
+            draws.add(_LAWS[kind], np.float32(scale), self._start(kind, purpose), self.key, client, item, sums)
+        torch.autograd.graph.increment_version(out)  # torch does not see what numpy changes
+
+    def _places(self, position: Tensor, row: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The place of each row's client, and its item, checked: compiled loops do not look."""
         client, item = _numpy(position), _numpy(row)
         if client.shape != item.shape or client.ndim != 1:
             raise ValueError(f"Got positions {client.shape} and rows {item.shape}, expected two vectors of one length.")
@@ -112,33 +145,22 @@ class Streams:
                 f"Got client position {wrong}, expected 0 to {self.n_clients - 1}: there are {self.n_clients} streams. "
                 "Take the same clients from the streams as from the update (`select`)."
             )
-        label, size = repr((*self.path, purpose, kind)), prod(shape)  # repr: ("a/b", "c") is not ("a", "b/c")
-        drawn = np.empty((len(client), size), np.float32)
-        high, wide = max(1, _BLOCK // max(1, size)), max(1, min(size, _BLOCK))
-        for top in range(0, len(client), high):
-            part = slice(top, top + high)
-            for left in range(0, size, wide):
-                place = np.arange(left, min(left + wide, size))
-                bits = self._bits(label, client[part, None], item[part, None], place)
-                # 52 bits and a half are exact in float64: the open interval, symmetric around 1/2.
-                drawn[part, left : left + wide] = quantile(
-                    ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-                )
-        return torch.from_numpy(drawn).reshape(len(client), *shape).to(position.device)
+        return np.ascontiguousarray(client), np.ascontiguousarray(item)
 
-    def _bits(
-        self, label: str, client: NDArray[np.int64], item: NDArray[np.int64], place: NDArray[np.int64]
-    ) -> NDArray[np.uint64]:
-        if self.key is not None:
-            return random.bits(0, label, self.key[client], item, place)
-        return np.frombuffer(os.urandom(8 * len(client) * len(place)), np.uint64).reshape(len(client), len(place))
+    def _start(self, kind: str, purpose: str) -> np.uint64:
+        return draws.start(repr((*self.path, purpose, kind)))  # repr: ("a/b", "c") is not ("a", "b/c")
 
 
-def _laplace_quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
-    """-sign(t) log(1 - |t|) with t = 2u - 1, which is exact. scipy's log1p is one code for every place in an array."""
-    t = 2 * u - 1
-    quantile: NDArray[np.float64] = -np.sign(t) * special.log1p(-np.abs(t))
-    return quantile
+def _blocks(numbers: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+    """Views of contiguous numbers, in parts of bounded size."""
+    flat = numbers.reshape(-1)
+    return (flat[begin : begin + _BLOCK] for begin in range(0, flat.size, _BLOCK))
+
+
+def _from_os(kind: str, count: int) -> NDArray[np.float32]:
+    bits, drawn = np.frombuffer(bytearray(os.urandom(8 * count)), np.uint64), np.empty(count, np.float32)
+    draws.quantiles(_LAWS[kind], bits, drawn)
+    return drawn
 
 
 def _rows(update: Update, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:

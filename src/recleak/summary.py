@@ -1,23 +1,32 @@
 """From stored cells to findings: what the seeds and users of every system add up to, with intervals and nulls.
 
-The attacker is chosen on validation users; every number here is of the other users. Users are the same people in every
-seed, so intervals resample users and seeds crossed (`metrics.intervals.bootstrap_crossed`).
+Every number is of the users on whom the attacker was not chosen (`audited`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from recleak.cells import Ask, Baselines, Cell, loaded
-from recleak.experiment import System
+from recleak.audited import (
+    VANTAGES,
+    Attacked,
+    Audited,
+    BySeed,
+    Contest,
+    columns,
+    common,
+    has_utility,
+    nothing,
+    per_user,
+)
+from recleak.cells import MEMBERSHIP, loaded
 from recleak.files import read_table
 from recleak.findings import TABLES
 from recleak.metrics.comparison import (
@@ -27,18 +36,12 @@ from recleak.metrics.comparison import (
     bootstrap_rate_difference,
     holm,
     paired,
-    strongest,
 )
-from recleak.metrics.inference import PerUser
-from recleak.metrics.intervals import Estimate, bootstrap_crossed
 
 Rows = list[dict[str, Any]]
-BySeed = dict[int, PerUser]
-MEMBERSHIP = "membership"
 _GROUPS = 5  # of users, by activity and by round
 _FEW = 5  # users: a group of fewer is not shown
 _SMALL = 0.05  # of AUC: a lead over the null that may be larger is not called "not found"
-_VANTAGES = {"Server": "The server that receives uploads", "Aggregator": "The server that receives sums of uploads"}
 _ADD = {
     "leaks": "The uploads add to that.",
     "not found": "The uploads add little to that, or nothing.",
@@ -50,153 +53,9 @@ _NULLS = {
     "popularity-of-sums": "who only knows which items are popular",
     "random": "who guesses at random",
     "all-positive": "who takes all touched items for own ones",
+    "majority": "who always says the most frequent class",
+    "proportional": "who guesses by how frequent the classes are",
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Attacked:
-    """One attack on one system, over seeds; without users if it makes no sense, and then it says why."""
-
-    ask: Ask
-    seeds: list[int]  # those that were graded
-    facts: list[dict[str, Any]]  # of each of them
-    users: list[pl.DataFrame]  # of each of them, all users
-    reasons: list[str]  # of the others
-
-    @property
-    def reason(self) -> str | None:
-        """Why there are no users."""
-        if self.users:
-            return None
-        return next(iter(self.reasons), "It was not run.")
-
-    @property
-    def vantage(self) -> str:
-        """Where it stands."""
-        return str(self.facts[0].get("vantage", "")) if self.facts else ""
-
-    def values(self, metric: str, *, valid: bool) -> list[PerUser]:
-        """A metric by user, for each seed: of validation users, or of the others."""
-        found = []
-        for frame in self.users:
-            part = frame.filter((pl.col("valid") == valid) & pl.col(metric).is_not_null())
-            found.append(_per_user(part, metric))
-        return found
-
-    @property
-    def auc(self) -> BySeed:
-        """By test user."""
-        return dict(zip(self.seeds, self.values("auc", valid=False), strict=True))
-
-    def counts(self, hits: str, trials: str) -> list[Counts]:
-        """Hits of trials by test user, for each seed."""
-        parts = [frame.filter(~pl.col("valid")) for frame in self.users]
-        return [Counts(*(part[name].to_numpy() for name in ("user", hits, trials))) for part in parts]
-
-
-@dataclass(frozen=True, eq=False)
-class Audited:
-    """A system with all that was stored of it."""
-
-    system: System
-    cells: list[Cell]  # one per seed, with all asks
-    canaries: list[Cell]
-    baselines: list[Baselines]
-    level: float
-
-    @cached_property
-    def attacked(self) -> list[Attacked]:
-        """Every ask, in order."""
-        found = []
-        for ask in self.cells[0].asks:
-            made = Attacked(ask, [], [], [], [])
-            for cell in self.cells:
-                file = cell.path / f"{ask.key}.json"
-                if not file.exists():
-                    continue
-                facts = json.loads(file.read_text(encoding="utf-8"))
-                if facts["reason"] is not None:
-                    made.reasons.append(str(facts["reason"]))
-                    continue
-                made.seeds.append(cell.seed)
-                made.facts.append(facts)
-                made.users.append(read_table(file.with_suffix(".parquet")))
-            found.append(made)
-        return found
-
-    def of_kind(self, *kinds: str) -> list[Attacked]:
-        """The asks of some kinds."""
-        return [each for each in self.attacked if each.ask.kind in kinds]
-
-    @cached_property
-    def chosen(self) -> Attacked | None:
-        """The strongest attack on validation users, of those who see most: who receives uploads could add them up."""
-        for vantage in _VANTAGES:
-            found = _chosen([each for each in self.of_kind("attack") if each.vantage == vantage])
-            if found is not None:
-                return found
-        return None
-
-    @cached_property
-    def null(self) -> Attacked | None:
-        """The strongest null on validation users, where the chosen attack stands."""
-        if self.chosen is None:
-            return None
-        return _chosen([each for each in self.of_kind("null") if each.vantage == self.chosen.vantage])
-
-    @cached_property
-    def excess(self) -> BySeed:
-        """The AUC of the strongest attack beyond that of the strongest null, by test user."""
-        if self.chosen is None or self.null is None:
-            return {}
-        ours, theirs = self.chosen.auc, self.null.auc
-        return {seed: _minus(ours[seed], theirs[seed]) for seed in _common(ours, theirs)}
-
-    def estimate(self, values: Sequence[PerUser]) -> dict[str, Any]:
-        """The columns of a value, of users whose values are from 0 to 1."""
-        given = [each for each in values if len(each.user) > 1]
-        if not given:
-            return _nothing()
-        users, numbers = [each.user for each in given], [each.value for each in given]
-        found = bootstrap_crossed(users, numbers, seed=0, level=self.level)
-        return _columns(found, len(given)) | {"low": max(0.0, found.low), "high": min(1.0, found.high)}
-
-    def utility(self, metric: str) -> BySeed:
-        """The recommender's."""
-        cells = [cell for cell in self.cells if _has_utility(cell)]
-        return {cell.seed: _per_user(read_table(cell.path / "utility.parquet"), metric) for cell in cells}
-
-
-def _has_utility(cell: Cell) -> bool:
-    return (cell.path / "utility.parquet").exists()
-
-
-def _per_user(table: pl.DataFrame, metric: str) -> PerUser:
-    return PerUser(table["user"].to_numpy(), table[metric].to_numpy(), 0)
-
-
-def _chosen(candidates: Iterable[Attacked]) -> Attacked | None:
-    able = {each.ask.name: each for each in candidates if each.users}
-    values = {name: each.values("auc", valid=True) for name, each in able.items()}
-    values = {name: each for name, each in values.items() if each and all(len(one.user) for one in each)}
-    graded = {name: able[name].values("auc", valid=False) for name in values}
-    values = {name: each for name, each in values.items() if all(len(one.user) > 1 for one in graded[name])}
-    return able[strongest(values)] if values else None
-
-
-def _columns(estimate: Estimate | Difference, seeds: int) -> dict[str, Any]:
-    users = estimate.n if isinstance(estimate, Estimate) else estimate.users
-    return {
-        "value": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
-        "users": users,
-        "seeds": seeds,
-    }
-
-
-def _nothing() -> dict[str, Any]:
-    return {"value": None, "low": None, "high": None, "users": 0, "seeds": 0}
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -222,23 +81,27 @@ def _scores(audited: Audited) -> Rows:
 
 def _scores_of(audited: Audited, each: Attacked) -> Rows:
     role = "null" if each.ask.kind == "null" else "attack"
-    key = {"question": MEMBERSHIP, "attack": each.ask.name, "role": role, "vantage": each.vantage}
+    key = {"question": each.ask.question, "attack": each.ask.name, "role": role, "vantage": each.vantage}
     if each.reason is not None:
-        return [{**key, "metric": "auc", **_nothing(), "reason": each.reason}]
+        return [{**key, "metric": "auc", **nothing(), "reason": each.reason}]
+    if each.ask.attribute:
+        names = {"auc": "auc", "f1": "macro-f1", "accuracy": "accuracy"}
+        graded = {metric: audited.estimate(each.values(name, valid=False)) for name, metric in names.items()}
+        return [{**key, "metric": metric, **value, "reason": None} for metric, value in graded.items()]
     found = {name: audited.estimate(each.values(name, valid=False)) for name in ("auc", "f1", "exposed")}
     reasons: dict[str, str | None] = {} if found["exposed"]["users"] else {"exposed": _TOO_FEW}
     seeds, level = len(each.users), audited.level
     hits, alarms = each.counts("hits", "positives"), each.counts("alarms", "negatives")
     if _some(hits) and _some(alarms):
-        found["advantage"] = _columns(bootstrap_rate_difference(hits, alarms, seed=0, level=level), seeds)
+        found["advantage"] = columns(bootstrap_rate_difference(hits, alarms, seed=0, level=level), seeds)
     for at in ("1%", "0.1%"):
         name, hits = f"tpr@{at}", each.counts(f"hits@{at}", "positives")
         if _some(hits) and all(one["thresholds"][at] is not None for one in each.facts):
             alarms, slopes = each.counts(f"alarms@{at}", "negatives"), [one["slopes"][at] for one in each.facts]
             rate = bootstrap_rate(hits, seed=0, level=level, alarms=alarms, slopes=slopes)
-            found[name] = _columns(rate, seeds)
+            found[name] = columns(rate, seeds)
         else:
-            found[name], reasons[name] = _nothing(), _TOO_FEW
+            found[name], reasons[name] = nothing(), _TOO_FEW
     return [{**key, "metric": name, **value, "reason": reasons.get(name)} for name, value in found.items()]
 
 
@@ -246,29 +109,34 @@ def _some(counts: Sequence[Counts]) -> bool:
     return bool(counts) and all(each.trials.sum() > 0 and len(each.user) > 1 for each in counts)
 
 
-def _verdict(audited: Audited) -> Rows:
+def _verdicts(audited: Audited) -> Rows:
+    return [_verdict(audited, contest) for contest in audited.contests]
+
+
+def _verdict(audited: Audited, contest: Contest) -> dict[str, Any]:
     blank = dict.fromkeys(name for name in TABLES["verdicts"] if name not in audited.system.labels)
-    candidates = sum(bool(each.users) for each in audited.of_kind("attack"))
-    if audited.chosen is None:
-        reasons = dict.fromkeys(each.reason for each in audited.of_kind("attack") if each.reason)
+    candidates = sum(bool(each.users) for each in contest.attacks)
+    if contest.chosen is None:
+        reasons = dict.fromkeys(each.reason for each in contest.attacks if each.reason)
         words = f"Not measured. {' '.join(str(reason) for reason in reasons)}".strip()
-        key = {"question": MEMBERSHIP, "candidates": 0, "verdict": "not measured"}
-        return [{**blank, **_nothing(), **key, "words": words}]
-    attack = audited.chosen
+        key = {"question": contest.question, "candidates": 0, "verdict": "not measured"}
+        return {**blank, **nothing(), **key, "words": words}
+    attack = contest.chosen
     value = audited.estimate([*attack.auc.values()])
     found = {
         **blank,
         **value,
-        "question": MEMBERSHIP,
+        "question": contest.question,
         "attack": attack.ask.name,
         "direction": _direction(attack),
         "candidates": candidates,
         "verdict": "cannot tell",
     }
-    who = _VANTAGES.get(attack.vantage, attack.vantage)
-    words = f"{who} tells a user's own items from the others with AUC {_range(value)} ({attack.ask.name})"
-    if audited.null is not None:
-        null = audited.null
+    who = VANTAGES.get(attack.vantage, attack.vantage)
+    what = "own items from the others" if contest.question == MEMBERSHIP else contest.question
+    words = f"{who} tells a user's {what} with AUC {_range(value)} ({attack.ask.name})"
+    if contest.null is not None:
+        null = contest.null
         beside = audited.estimate([*null.auc.values()])
         excess = _difference(attack.auc, null.auc, audited.level)
         found |= {"null": null.ask.name, "null_value": beside["value"], "null_low": beside["low"]}
@@ -278,7 +146,7 @@ def _verdict(audited: Audited) -> Rows:
         words += (
             f"; somebody {_NULLS.get(null.ask.name, null.ask.name)}, with {_range(beside)}. {_ADD[found['verdict']]}"
         )
-    return [{**found, "words": words}]
+    return {**found, "words": words}
 
 
 def _direction(attack: Attacked) -> int:
@@ -297,9 +165,9 @@ def _utility(audited: Audited) -> Rows:
     for name in given[0]["recommender"].unique(maintain_order=True) if given else []:
         some = [table.filter(pl.col("recommender") == name) for table in given]
         for metric in names:
-            values = [_per_user(table, metric) for table in some]
+            values = [per_user(table, metric) for table in some]
             found.append({"recommender": name, "metric": metric, **audited.estimate(values)})
-    if any(_has_utility(cell) for cell in audited.cells):
+    if any(has_utility(cell) for cell in audited.cells):
         label = audited.system.model.label
         for metric in names or ("hit@10", "ndcg@10"):
             found.append(
@@ -312,38 +180,28 @@ def _comparisons(audited: Audited, reference: Audited) -> Rows:
     found: Rows = []
     against = reference.system.defense.label
     pairs: list[tuple[str, str | None, str, BySeed, BySeed]] = []
-    mine, theirs = audited.chosen, reference.chosen
-    if mine is not None and theirs is not None:
+    for one, other in zip(audited.contests, reference.contests, strict=True):
+        mine, theirs = one.chosen, other.chosen
+        if mine is None or theirs is None:
+            continue
         if mine.vantage == theirs.vantage:
-            pairs.append((MEMBERSHIP, mine.ask.name, "auc", mine.auc, theirs.auc))
+            pairs.append((one.question, mine.ask.name, "auc", mine.auc, theirs.auc))
         else:  # asked about other pairs: what is easy there is no leak, so each is taken beyond its own null
-            pairs.append((MEMBERSHIP, mine.ask.name, "excess", audited.excess, reference.excess))
+            pairs.append((one.question, mine.ask.name, "excess", one.excess, other.excess))
     for metric in ("hit@10", "ndcg@10"):
         pairs.append(("utility", None, metric, audited.utility(metric), reference.utility(metric)))
     for question, attack, metric, first, second in pairs:
-        if _common(first, second):
+        if common(first, second):
             difference = _difference(first, second, audited.level)
             key = {"reference": against, "question": question, "attack": attack, "metric": metric}
-            found.append({**key, **_columns(difference, difference.seeds), "p": difference.p, "p_holm": None})
+            found.append({**key, **columns(difference, difference.seeds), "p": difference.p, "p_holm": None})
     return found
 
 
-def _common(first: BySeed, second: BySeed) -> list[int]:
-    """The seeds that both have, with at least two users in common."""
-    seeds = (seed for seed in first if seed in second)
-    return [seed for seed in seeds if len(np.intersect1d(first[seed].user, second[seed].user)) > 1]
-
-
 def _difference(first: BySeed, second: BySeed, level: float) -> Difference:
-    seeds = _common(first, second)
+    seeds = common(first, second)
     found = paired([first[seed] for seed in seeds], [second[seed] for seed in seeds], seed=0, level=level)
     return replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
-
-
-def _minus(first: PerUser, second: PerUser) -> PerUser:
-    """The difference for the users of both."""
-    user, one, other = np.intersect1d(first.user, second.user, assume_unique=True, return_indices=True)
-    return PerUser(user, first.value[one] - second.value[other], 0)
 
 
 def _correct(rows: Rows) -> None:
@@ -381,7 +239,7 @@ def _spent(entry: Mapping[str, Any]) -> float:
 
 def _roc(audited: Audited) -> Rows:
     return [
-        {"question": MEMBERSHIP, "attack": each.ask.name, "role": each.ask.kind, "seed": each.seeds[0]}
+        {"question": each.ask.question, "attack": each.ask.name, "role": each.ask.kind, "seed": each.seeds[0]}
         | {"fpr": fpr, "tpr": tpr}
         for each in audited.of_kind("attack", "null")
         if each.users
@@ -392,13 +250,20 @@ def _roc(audited: Audited) -> Rows:
 def _parts(audited: Audited) -> Rows:
     found: Rows = []
     for each in audited.of_kind("component"):
-        key = {"question": MEMBERSHIP, "attack": each.ask.name, "kind": "component", "part": each.ask.role, "x": None}
-        value = audited.estimate(each.values("auc", valid=False)) if each.users else _nothing()
+        key = {"question": each.ask.question, "attack": each.ask.name, "part": each.ask.role, "x": None}
+        key["kind"] = "component"
+        value = audited.estimate(each.values("auc", valid=False)) if each.users else nothing()
         found.append({**key, **value, "reason": each.reason})
-    if audited.chosen is None:
-        return found
-    attack = audited.chosen
-    key = {"question": MEMBERSHIP, "attack": attack.ask.name, "reason": None}
+    for contest in audited.contests:
+        if contest.question == MEMBERSHIP and contest.chosen is not None:
+            found += _groups_of(audited, contest.chosen)
+    return found
+
+
+def _groups_of(audited: Audited, attack: Attacked) -> Rows:
+    """AUC by round, activity and attributes of the users; not of attributes, whose AUC is no mean over users."""
+    found: Rows = []
+    key = {"question": attack.ask.question, "attack": attack.ask.name, "reason": None}
     people = loaded(audited.system.data).users
     attributes = [name for name in people.columns[1:] if people.schema[name] == pl.String]
     about = people.select(attributes).with_row_index("user").with_columns(pl.col("user").cast(pl.Int64))
@@ -407,7 +272,7 @@ def _parts(audited: Audited) -> Rows:
     for kind in ("round", "activity", *attributes):
         for part, x, some in _groups(frames, kind):
             if min(map(len, some)) >= _FEW:
-                values = audited.estimate([_per_user(frame, "auc") for frame in some])
+                values = audited.estimate([per_user(frame, "auc") for frame in some])
                 found.append({**key, "kind": kind, "part": part, "x": x, **values})
     return found
 
@@ -435,12 +300,15 @@ def _risk(audited: Audited) -> list[pl.DataFrame]:
     for each in audited.of_kind("attack"):
         for seed, frame in zip(each.seeds, each.users, strict=True):
             ordered = frame.sort(["exposed", "auc", "user"], descending=[True, True, False], nulls_last=True)
-            labels = {**audited.system.labels, "question": MEMBERSHIP, "attack": each.ask.name}
+            labels = {**audited.system.labels, "question": each.ask.question, "attack": each.ask.name}
+            auc = pl.lit(None, pl.Float64).alias("auc") if each.ask.attribute else pl.col("auc")
             made = ordered.select(
                 *(pl.lit(value).alias(name) for name, value in labels.items()),
                 pl.lit(seed).alias("seed"),
                 pl.Series("user", people.gather(ordered["user"])),
-                *("activity", "auc", "exposed"),
+                "activity",
+                auc,
+                "exposed",
                 pl.int_range(1, pl.len() + 1).alias("rank"),
             )
             found.append(made)
@@ -449,7 +317,7 @@ def _risk(audited: Audited) -> list[pl.DataFrame]:
 
 _MAKERS: Mapping[str, Callable[[Audited], Rows]] = {
     "scores": _scores,
-    "verdicts": _verdict,
+    "verdicts": _verdicts,
     "utility": _utility,
     "ledger": _ledger,
     "roc": _roc,

@@ -56,19 +56,29 @@ def user_features(
     values, names = _numeric(train, levels)
     columns, groups = [_scaled(values, train.activity > 0)], {}
     for attribute in attributes:
-        if attribute not in train.attributes:
-            raise unknown_name("attribute", attribute, train.attributes)
-        known = train.users[attribute]
-        if known.dtype.is_float():
-            if attribute != "age":
-                remedy = "Cut it into groups with recleak.data.prepare.grouped first, or leave it out."
-                raise DataError(f"{attribute!r} is continuous", remedy=remedy)
-            known = age_groups(train, middle=middle_ages).users["age"]
-        code, labels = _categories(known)
+        code, labels = classes_of(train, attribute, middle_ages=middle_ages)
         groups[attribute] = slice(len(names), len(names) + len(labels))
         names += [f"{attribute}={label}" for label in labels]
         columns.append((code[:, None] == np.arange(len(labels))).astype(np.float64))
     return UserFeatures(torch.from_numpy(np.hstack(columns).astype(np.float32)), tuple(names), groups)
+
+
+def classes_of(
+    data: Interactions, attribute: str, *, middle_ages: tuple[int, int] = (35, 45)
+) -> tuple[NDArray[np.int64], list[str]]:
+    """The class of each user, i64[U], -1 where it is not known, and the names of the classes.
+
+    Age in years gets three groups around `middle_ages`.
+    """
+    if attribute not in data.attributes:
+        raise unknown_name("attribute", attribute, data.attributes)
+    known = data.users[attribute]
+    if known.dtype.is_float():
+        if attribute != "age":
+            remedy = "Cut it into groups with recleak.data.prepare.grouped first, or leave it out."
+            raise DataError(f"{attribute!r} is continuous", remedy=remedy)
+        known = age_groups(data, middle=middle_ages).users["age"]
+    return _categories(known)
 
 
 def _numeric(train: Interactions, levels: Sequence[float]) -> tuple[NDArray[np.float64], list[str]]:

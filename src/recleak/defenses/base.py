@@ -68,6 +68,16 @@ class Defense:
         return False
 
     @property
+    def every_row(self) -> bool:
+        """Whether its epoch hook acts on the rows of all items; those that a client does not hold come apart."""
+        return False
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """Hooks that its class has, but that do nothing at its setting: they cost nothing then."""
+        return frozenset()
+
+    @property
     def fakes(self) -> float:
         """Items trained as the client's own for each real one. Not a hook: a fact that an adversary may know."""
         return 0.0
@@ -80,6 +90,9 @@ class Defense:
     def component_names(self) -> Iterable[str]:
         """The components that its configuration names; `check` looks them up in a model."""
         return ()
+
+    def check_components(self, components: tuple[Component, ...]) -> None:
+        """An error if its configuration does not fit a model's components; for names, `component_names` is enough."""
 
     def spends(self) -> tuple[Spending, ...]:
         """What it spends of a client's privacy at each use; who states nothing is counted as no guarantee."""
@@ -152,6 +165,11 @@ class Chain(Defense):
         return any(defense.secure_aggregation for defense in self.defenses)
 
     @property
+    def every_row(self) -> bool:
+        """Whether the epoch hook of one of them does: then all of them see these rows."""
+        return any(defense.every_row for defense in self.defenses)
+
+    @property
     def fakes(self) -> float:
         """(1 + k_1) (1 + k_2) ... - 1: a later part adds its own for the fakes of earlier ones too."""
         total = 0.0
@@ -172,6 +190,11 @@ class Chain(Defense):
         for defense in self.defenses:
             yield from defense.component_names()
 
+    def check_components(self, components: tuple[Component, ...]) -> None:
+        """All in order."""
+        for defense in self.defenses:
+            defense.check_components(components)
+
     def spends(self) -> tuple[Spending, ...]:
         """The statements of all, in order."""
         return tuple(statement for defense in self.defenses for statement in defense.spends())
@@ -182,7 +205,21 @@ def hooks(defense: Defense) -> frozenset[str]:
     if type(defense) is Chain:
         return frozenset().union(*(hooks(part) for part in defense.defenses))
     own = (name for name in HOOKS if getattr(getattr(defense, name), "__func__", None) is not getattr(Defense, name))
-    return frozenset(own)
+    return frozenset(own) - defense.idle
+
+
+def received(update: Update, name: str) -> Tensor:
+    """What the clients of an update received of a component: for each row or client, or once for all (f32[*shape])."""
+    if name not in update.received:
+        raise ConfigError(
+            f"Got an update that does not say what was received of {name!r}, expected it in `Update.received`.\n"
+            "  A mechanism on values, not on changes, needs it; what a client keeps is never received."
+        )
+    whole = update.received[name]
+    if name in update.rows:
+        return whole.index_select(0, update.item)
+    per_user = whole.dim() == update.values[name].dim()
+    return whole.index_select(0, update.client) if per_user else whole
 
 
 def without_data_hooks(defense: Defense) -> Defense:
@@ -206,8 +243,12 @@ def _flat(defense: Defense) -> Iterator[Defense]:
 
 
 def check(defense: Defense, components: tuple[Component, ...]) -> None:
-    """An error if a defense names a component that the model does not have, or one that stays where it is anyway."""
+    """An error if a defense names a component that the model does not have, or one that stays where it is anyway.
+
+    `components` are the model's with the sharing policy of the defense.
+    """
     named = by_name(components)
+    defense.check_components(components)
     for part in defense.defenses if isinstance(defense, Chain) else (defense,):
         names = tuple(part.component_names())
         require_names("component", names, named)

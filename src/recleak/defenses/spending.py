@@ -7,7 +7,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +42,26 @@ class Noise:
 
 
 @dataclass(frozen=True)
+class NoisyValues:
+    """Every number that a client would have, not that it changed, is clipped to [-limit, limit] and gets noise."""
+
+    mechanism: str
+    law: Literal["gaussian", "laplace"]
+    limit: float
+    scale: Callable[[str], float]  # by component
+    every_row: bool  # of item tables; else the rows that are sent anyway
+    each_epoch: bool  # after each local epoch, and the last of them is sent; else once, before sending
+
+
+@dataclass(frozen=True)
+class NoisyFeatures:
+    """A client's user features are replaced, once and for all, by a draw that is epsilon-private whatever they are."""
+
+    mechanism: str
+    epsilon: float
+
+
+@dataclass(frozen=True)
 class FlippedLabels:
     """The label of each item that a client trains on is flipped with chance 1 / (1 + e^epsilon), once and for all."""
 
@@ -58,4 +78,4 @@ class NoGuarantee:
     keeps: bool = True  # bounds on what leaves that held before hold after it
 
 
-Spending = Bound | Noise | FlippedLabels | NoGuarantee
+Spending = Bound | Noise | NoisyValues | NoisyFeatures | FlippedLabels | NoGuarantee

@@ -193,6 +193,13 @@ def is_validation(user: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
     return uniform(0, "validation users", user) < share
 
 
+def is_known(user: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+    """Whose attributes the adversary knows, about `share` of all; the same users for all seeds and systems."""
+    if not 0 < share < 1:
+        raise ValueError(f"Got share={share}, expected a share of the users between 0 and 1, such as 0.1.")
+    return uniform(0, "known users", user) < share
+
+
 def _rate(counts: Sequence[Counts]) -> float:
     if any(np.any((each.hits < 0) | (each.hits > each.trials)) for each in counts):
         raise ValueError("Got a user with more hits than trials or with less than none, expected 0 <= hits <= trials.")

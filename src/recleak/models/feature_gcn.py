@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from recleak import random
+from recleak.errors import ConfigError
 from recleak.models.base import Batch, Model, Params
 from recleak.models.components import Component, Init, Normal, require_names
 from recleak.models.mlp import head_components, mlp
@@ -32,10 +33,10 @@ class FeatureGCN(Model):
     W1, W2, b and the MLP otherwise. The paper draws x_v at random and names no length: with `item_side="features"` the
     x_v are public and fixed, with independent entries from N(0, 1/G), G = `item_feature_dim`, a function of
     `item_seed`; z_v then starts with the variance of E_V. With `item_side="table"` every item has a vector z_v that is
-    trained, as for one-hot x_v.
+    trained, as for one-hot x_v. `bounded`: the MLP's last layer reads numbers in [0, 1] and has no bias (`mlp`).
     """
 
-    n_features: int
+    n_features: int = 0  # 0: not known yet; an audit fills it in
     factors: int = 64
     hidden: tuple[int, ...] = (64,)
     item_side: ItemSide = "table"
@@ -43,6 +44,7 @@ class FeatureGCN(Model):
     item_seed: int = 0
     init: Init = field(default=Normal(1.0))
     dense_init: Init = field(default=Normal(1.0))
+    bounded: bool = False
 
     needs_user_features: ClassVar[bool] = True
 
@@ -56,6 +58,8 @@ class FeatureGCN(Model):
 
     def components(self) -> tuple[Component, ...]:
         """E_U, W1, W2 and b with role user, the item table or E_V with role item, and the head."""
+        if self.n_features < 1:
+            raise ConfigError(f"n_features is {self.n_features}, expected how many features a user has.")
         d = self.factors
         table = Component("item", "per_item", "item", (d,), self.init)
         encoder = Component("item.encoder", "dense", "item", (self.item_feature_dim, d), self.init)
@@ -65,7 +69,7 @@ class FeatureGCN(Model):
             Component("user.output.weight", "dense", "user", (d, d), self.dense_init),  # W2
             Component("user.output.bias", "dense", "user", (d,), self.dense_init, fans=(d, d)),  # b
             table if self.item_side == "table" else encoder,
-            *head_components((2 * d, *self.hidden), self.dense_init),
+            *head_components((2 * d, *self.hidden), self.dense_init, bounded=self.bounded),
         )
 
     def item_features(self, n_items: int) -> Tensor | None:
@@ -85,7 +89,7 @@ class FeatureGCN(Model):
         z_u = torch.bmm(batch.user_features.unsqueeze(1), params["user.encoder"])  # f32[C, 1, d]
         joined = torch.baddbmm(z_u, mean, params["user.neighbors.weight"])
         output = torch.baddbmm(params["user.output.bias"].unsqueeze(1), joined, params["user.output.weight"])
-        return mlp(params, output.relu().squeeze(1), item)
+        return mlp(params, output.relu().squeeze(1), item, bounded=self.bounded)
 
     def _items(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """z_v of the scored items, f32[C, B, d], and the sum of z_v over the own items, f32[C, d]."""

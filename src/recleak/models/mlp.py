@@ -17,13 +17,21 @@ from recleak.models.components import Component, Init
 
 
 def head_components(
-    widths: tuple[int, ...], init: Init, bias_init: Init | None = None, *, shared: bool = True
+    widths: tuple[int, ...],
+    init: Init,
+    bias_init: Init | None = None,
+    *,
+    shared: bool = True,
+    bounded: bool = False,
 ) -> tuple[Component, ...]:
     """Weights and biases of a head: `widths` are the inputs of its layers, and the last layer has one output.
 
-    `FanIn()` starts both as torch's `nn.Linear` does; without `bias_init`, biases start like weights.
+    `FanIn()` starts both as torch's `nn.Linear` does; without `bias_init`, biases start like weights. A `bounded` head
+    has no bias in its last layer: a score is h . q with q in [0, 1], and the weights h are all that a mechanism on this
+    product (`defenses.functional_mechanism`) has to know; a bias would be one more weight, of an input that is 1.
     """
-    return tuple(_components(widths, init, bias_init or init, shared))
+    parts = tuple(_components(widths, init, bias_init or init, shared))
+    return parts[:-1] if bounded else parts
 
 
 def _components(widths: tuple[int, ...], init: Init, bias_init: Init, shared: bool) -> Iterator[Component]:
@@ -33,19 +41,22 @@ def _components(widths: tuple[int, ...], init: Init, bias_init: Init, shared: bo
         yield Component(f"{name}.bias", "dense", "head", fans[1:], bias_init, layer, shared, fans)
 
 
-def mlp(params: Params, user: Tensor, item: Tensor) -> Tensor:
+def mlp(params: Params, user: Tensor, item: Tensor, *, bounded: bool = False) -> Tensor:
     """The head with ReLU between layers, applied to [user, item]; f32[C, du] and f32[C, B, di] -> f32[C, B].
 
     The concatenation is never made: W [user, item] = W_user user + W_item item, and the first term is computed once
-    per client.
+    per client. `bounded`: the input of the last layer is clamped to [0, 1], and that layer has no bias.
     """
+    if bounded and "head.2.weight" not in params:
+        user, item = user.clamp(0, 1), item.clamp(0, 1)
     width = user.shape[-1]
     weight, bias = _layer(params, 1)
     client = _linear(user.unsqueeze(1), weight[:, :width], bias)  # f32[C, 1, o]
     hidden = _linear(item, weight[:, width:], client)  # f32[C, B, o]
     layer = 2
     while f"head.{layer}.weight" in params:
-        hidden = _linear(hidden.relu(), *_layer(params, layer))
+        last = f"head.{layer + 1}.weight" not in params
+        hidden = _linear(hidden.clamp(0, 1) if bounded and last else hidden.relu(), *_layer(params, layer))
         layer += 1
     return hidden.squeeze(-1)
 
@@ -57,8 +68,9 @@ def dot(user: Tensor, item: Tensor) -> Tensor:
 
 
 def _layer(params: Params, layer: int) -> tuple[Tensor, Tensor]:
-    """A layer's weight, f32[C, i, o], and its bias, f32[C, 1, o]."""
-    return params[f"head.{layer}.weight"], params[f"head.{layer}.bias"].unsqueeze(1)
+    """A layer's weight, f32[C, i, o], and its bias, f32[C, 1, o], zeros if it has none."""
+    weight, bias = params[f"head.{layer}.weight"], params.get(f"head.{layer}.bias")
+    return weight, weight.new_zeros(len(weight), 1, weight.shape[-1]) if bias is None else bias.unsqueeze(1)
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ and the hooks of the defense. It is slow, in double precision by default, and wh
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 
 import numpy as np
 import torch
@@ -143,12 +144,15 @@ class _Client:
                 epoch = (step + 1) // int(walk.per_epoch[0])
                 changed = defense.epoch(self._moved().only(self.shared), self.streams.at(epoch).within("epoch"))
                 self._move_to(changed)
-        outside = torch.ones(self.data.n_items, dtype=torch.bool)
-        outside[self.active] = False
-        for name in self.tables:
+                if defense.every_row:
+                    rest = self._moved(self._outside()).only(self.shared & self.tables)
+                    self._move_to(defense.epoch(rest, self.streams.at(epoch).within("epoch")))
+        outside = self._outside()
+        for name in self.tables - (self.shared if defense.every_row else set()):
             still = torch.equal(self.params[name].detach()[outside], self.start[name][outside])
             assert still, f"{name}: a row moved that is not among the active ones"
-        update = defense.upload(self._moved().only(self.shared), self.streams.within("upload"))
+        moved = self._moved(torch.arange(self.data.n_items) if defense.every_row else None)
+        update = defense.upload(moved.only(self.shared), self.streams.within("upload"))
         return Trained(
             update,
             self._kept(len(losses)),
@@ -163,7 +167,10 @@ class _Client:
         self.optimizer.zero_grad()
         item = torch.from_numpy(self.data.item)[examples]
         score = self._scores(item)
-        if self.data.against is None:
+        if training.loss == "taylor":
+            label = torch.from_numpy(self.data.label)[examples].to(self.dtype)
+            loss = (log(2) + (0.5 - label) * score + score**2 / 8).mean()
+        elif self.data.against is None:
             label = torch.from_numpy(self.data.label)[examples].to(self.dtype)
             # -y log sigmoid(s) - (1 - y) log sigmoid(-s), as one expression that does not overflow
             loss = (torch.logaddexp(score, torch.zeros_like(score)) - label * score).mean()
@@ -218,11 +225,21 @@ class _Client:
 
     # What it ends with.
 
-    def _update(self, tensors: Params) -> Update:
-        """Tensors by component, or by `<component>/<moment>`, as an update of one client with its active rows."""
+    def _outside(self) -> Tensor:
+        """The rows it does not work with."""
+        outside = torch.ones(self.data.n_items, dtype=torch.bool)
+        outside[self.active] = False
+        return outside.nonzero().squeeze(1)
+
+    def _update(self, tensors: Params, items: Tensor | None = None) -> Update:
+        """Tensors by component, or by `<component>/<moment>`, as an update of one client with its active rows.
+
+        `items`: with these rows in their place.
+        """
+        items = self.active if items is None else items
         of = {name: name if name in self.params else name.rpartition("/")[0] for name in tensors}
-        rows = {name: value[self.active] for name, value in tensors.items() if of[name] in self.tables}
-        item = self.active if rows else self.active[:0]  # without a row, no item is named either
+        rows = {name: value[items] for name, value in tensors.items() if of[name] in self.tables}
+        item = items if rows else items[:0]  # without a row, no item is named either
         return Update(
             torch.tensor([self.who]),
             {name: value.unsqueeze(0) for name, value in tensors.items() if name not in rows},
@@ -232,9 +249,9 @@ class _Client:
             self.data.n_items,
         )
 
-    def _moved(self, *, graph: bool = False) -> Update:
+    def _moved(self, items: Tensor | None = None, *, graph: bool = False) -> Update:
         now = self.params if graph else {name: value.detach() for name, value in self.params.items()}
-        moved = self._update({name: value - self.start[name] for name, value in now.items()})
+        moved = self._update({name: value - self.start[name] for name, value in now.items()}, items)
         return replace(moved, received=self.received)
 
     def _move_to(self, moved: Update) -> None:
@@ -242,7 +259,7 @@ class _Client:
             for name, value in moved.values.items():
                 self.params[name].copy_(self.start[name] + value[0])
             for name, rows in moved.rows.items():
-                self.params[name][self.active] = self.start[name][self.active] + rows
+                self.params[name][moved.item] = self.start[name][moved.item] + rows
 
     def _kept(self, steps: int) -> Update:
         settings = self.task.training.optimizer

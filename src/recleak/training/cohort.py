@@ -11,7 +11,7 @@ C clients, A active ones, B items in a batch, N item rows of all clients, I item
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -27,8 +27,10 @@ from recleak.training.optimizers import (
     Adam,
     Optimizer,
 )
-from recleak.training.visit import Visit
+from recleak.training.visit import Visit, after_epoch
 from recleak.update import Update, merge
+
+_TOGETHER = 16  # clients whose other rows are in memory at a time
 
 
 class DivergedError(RecleakError):
@@ -56,8 +58,8 @@ class LocalTraining:
             if not full and (not isinstance(value, int) or value < 1):
                 hint = " None means a full batch." if name == "batch_size" else ""
                 raise ConfigError(f"{name} is {value!r}, expected a whole number of at least 1.{hint}")
-        if self.loss not in ("bce", "bpr"):
-            raise ConfigError(f"loss is {self.loss!r}, expected 'bce' or 'bpr'.")
+        if self.loss not in get_args(Loss):
+            raise ConfigError(f"loss is {self.loss!r}, expected 'bce' or 'bpr', or 'taylor' (bce to second order).")
         if self.decay_rows not in ("active", "all"):
             raise ConfigError(f"decay_rows is {self.decay_rows!r}, expected 'active' or 'all'.")
 
@@ -141,6 +143,8 @@ def _train_alike(task: Task, received: Params, kept: Update, data: LocalData, ro
     visit = Visit(task, received, kept.select(place), data.select(order), round, streams.select(order))
     loss = visit.walk()[back]
     update = visit.moved().only({part.name for part in task.components if part.shared}).select(back)
+    if task.defense.every_row:
+        update = _with_every_row(task, update, streams)
     if not all(bool(torch.isfinite(tensor.sum())) for tensor in (loss, *update.values.values(), *update.rows.values())):
         finite = torch.isfinite(loss) & torch.isfinite(update.norms())
         raise DivergedError(
@@ -153,3 +157,36 @@ def _train_alike(task: Task, received: Params, kept: Update, data: LocalData, ro
     update = replace(update, received={})  # it is sent, or goes on to the next process
     steps = int(visit.plan.steps.sum())
     return Trained(update, visit.kept().select(back), loss, visit.batches.degree[back], steps)
+
+
+def _with_every_row(task: Task, update: Update, streams: Streams) -> Update:
+    """The update with a row for every item: those that a client does not hold went through its epochs too.
+
+    Nothing trained them and nothing read them, so their epochs may come after all others, a few clients at a time.
+    """
+    if not update.rows:
+        return update
+    whole = update.with_all_rows()
+    held = torch.zeros(update.n_clients, update.n_items, dtype=torch.bool, device=update.item.device)
+    held[update.owner, update.item] = True
+    for position in torch.split(torch.arange(update.n_clients, device=held.device), _TOGETHER):
+        owner, item = (~held[position]).nonzero(as_tuple=True)  # i64[n]: rows that nobody of these clients holds
+        if not len(item):
+            continue
+        count = torch.bincount(owner, minlength=len(position))
+        rest = Update(
+            update.client[position],
+            {},
+            {name: value.new_zeros(len(item), *value.shape[1:]) for name, value in update.rows.items()},
+            item,
+            torch.cat([count.new_zeros(1), count.cumsum(0)]),
+            update.n_items,
+            update.received,
+        )
+        mine = streams.select(position)
+        for epoch in range(1, task.training.epochs + 1):
+            rest = after_epoch(task.defense, rest, mine.at(epoch))
+        place = position[owner] * update.n_items + item
+        for name, value in rest.rows.items():
+            whole.rows[name].index_copy_(0, place, value)
+    return whole

@@ -17,7 +17,7 @@ from recleak.data.interactions import Interactions
 from recleak.data.sampling import Complement, negatives_at
 from recleak.errors import DataError
 
-Loss = Literal["bce", "bpr"]
+Loss = Literal["bce", "bpr", "taylor"]  # taylor: bce to second order around a score of 0
 _LANES = 32  # a batch is padded to a multiple: torch takes two registers of 16 at a time, and treats the rest otherwise
 
 
@@ -83,7 +83,7 @@ class Examples:
     @cached_property
     def count(self) -> NDArray[np.int64]:
         """How many examples each user has, i64[U]."""
-        return self.train.activity * (self.negatives + (self.loss == "bce"))
+        return self.train.activity * (self.negatives + (self.loss != "bpr"))
 
     @cached_property
     def _item(self) -> NDArray[np.int32]:

@@ -7,6 +7,7 @@ A active ones, B items in a batch, N item rows of all clients, I items, d factor
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import log
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -16,12 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from recleak import kernels
-from recleak.defenses.base import hooks
+from recleak.defenses.base import Defense, hooks
 from recleak.defenses.proximal import Norm, proximal_terms
 from recleak.errors import ConfigError
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.streams import Streams
+from recleak.training.compiled import walk_epochs
 from recleak.training.local import LocalData, held_rows, plan
 from recleak.training.optimizers import (
     SGD,
@@ -166,6 +168,8 @@ class Visit:
             else:
                 rows[name] = DirectRows(value, rate)
         loss = self._walk_compiled(rows)
+        if loss is None:
+            loss = walk_epochs(self)
         return self._walk(rows, strategy) if loss is None else loss
 
     def _walk_compiled(self, rows: dict[str, LazyRows | DirectRows]) -> Tensor | None:
@@ -300,11 +304,13 @@ class Visit:
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sums = {name: value.detach().requires_grad_() for name, value in batch.inputs.neighbors.items()}
         logits = self.task.model.logits(leaves, replace(batch.inputs, neighbors=sums))
-        each = (
-            cross_entropy(logits, batch.label, batch.weight)
-            if self.task.training.loss == "bce"
-            else pairwise(logits, batch.weight)
-        )
+        match self.task.training.loss:
+            case "bce":
+                each = cross_entropy(logits, batch.label, batch.weight)
+            case "bpr":
+                each = pairwise(logits, batch.weight)
+            case "taylor":
+                each = second_order(logits, batch.label, batch.weight)
         loss += each.detach()
         inputs = {**leaves, **{f"{name}{_SUM}": value for name, value in sums.items()}}
         gradients = torch.autograd.grad(each.sum(), list(inputs.values()), allow_unused=True, materialize_grads=True)
@@ -343,21 +349,19 @@ class Visit:
         return gradient.map(lambda name, tensor, _: tensor + by_name[name])
 
     def _end_epoch(self, step: int, now: int) -> None:
-        """The hook for clients that have just finished an epoch: it sees and changes what they would share."""
+        """The hook for clients that have just finished an epoch."""
         ended = np.flatnonzero((step + 1) % self.plan.per_epoch[:now] == 0)
-        if not len(ended):
-            return
-        position = self._put(ended)
-        epoch = self._put((step + 1) // self.plan.per_epoch[ended])
+        if len(ended):
+            self.end_epoch(ended, (step + 1) // self.plan.per_epoch[ended])
+
+    def end_epoch(self, ended: NDArray[np.int64], number: NDArray[np.int64]) -> None:
+        """The hook for clients at some positions after the epoch of this number, from 1: it sees and changes what they
+        would share.
+        """
+        position, epoch = self._put(ended), self._put(number)
         shared = {part.name for part in self.task.components if part.shared}
         moved = self.moved().only(shared).select(position)
-        streams = self.streams.select(position).at(epoch)
-        changed = self.task.defense.epoch(moved, streams.within("epoch"))
-        if len(changed.item) != len(moved.item):
-            raise ConfigError(
-                f"The epoch hook of {self.task.defense!r} returned {len(changed.item):,} item rows, expected the "
-                f"{len(moved.item):,} it got.\n  Rows can be added in the upload hook."
-            )
+        changed = after_epoch(self.task.defense, moved, self.streams.select(position).at(epoch))
         if self.start is None:
             raise AssertionError("the start is kept when a defense has an epoch hook")
         for name, value in changed.values.items():
@@ -489,9 +493,28 @@ def features_of(task: Task, client: Tensor) -> Tensor | None:
     return features
 
 
+def after_epoch(defense: Defense, moved: Update, streams: Streams) -> Update:
+    """The epoch hook of a defense; `streams` are those at the epoch."""
+    changed = defense.epoch(moved, streams.within("epoch"))
+    if len(changed.item) != len(moved.item):
+        raise ConfigError(
+            f"The epoch hook of {defense!r} returned {len(changed.item):,} item rows, expected the "
+            f"{len(moved.item):,} it got.\n  Rows can be added in the upload hook."
+        )
+    return changed
+
+
 def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor) -> Tensor:
     """The weighted binary cross-entropy of each client: f32[C, B] three times -> f32[C]."""
     return (functional.binary_cross_entropy_with_logits(logits, label, reduction="none") * weight).sum(1)
+
+
+def second_order(logits: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+    """Cross-entropy as its Taylor polynomial at s = 0, log 2 + (1/2 - r) s + s^2 / 8: f32[C, B] three times -> f32[C].
+
+    Zhang et al. 2012, "Functional mechanism", section 5; GERAI, eq. 17, has it for pairs. It is least at s = 4 r - 2.
+    """
+    return ((log(2) + (0.5 - label) * logits + logits.square() / 8) * weight).sum(1)
 
 
 def pairwise(logits: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,216 @@
+"""A system with all that was stored of it: its attacks over seeds, and for each question the strongest one.
+
+The attacker is chosen on validation users; what is said of it is of the other users. Users are the same people in every
+seed, so intervals resample users and seeds crossed (`metrics.intervals.bootstrap_crossed`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from recleak.cells import MEMBERSHIP, Ask, Baselines, Cell
+from recleak.experiment import System
+from recleak.files import read_table
+from recleak.metrics.comparison import (
+    Counts,
+    Difference,
+    strongest,
+)
+from recleak.metrics.inference import PerUser
+from recleak.metrics.intervals import Estimate, bootstrap_crossed
+
+VANTAGES = {"Server": "The server that receives uploads", "Aggregator": "The server that receives sums of uploads"}
+BySeed = dict[int, PerUser]
+
+
+@dataclass(frozen=True, eq=False)
+class Attacked:
+    """One attack on one system, over seeds; without users if it makes no sense, and then it says why."""
+
+    ask: Ask
+    seeds: list[int]  # those that were graded
+    facts: list[dict[str, Any]]  # of each of them
+    users: list[pl.DataFrame]  # of each of them, all users
+    reasons: list[str]  # of the others
+
+    @property
+    def reason(self) -> str | None:
+        """Why there are no users."""
+        if self.users:
+            return None
+        return next(iter(self.reasons), "It was not run.")
+
+    @property
+    def vantage(self) -> str:
+        """Where it stands."""
+        return str(self.facts[0].get("vantage", "")) if self.facts else ""
+
+    def values(self, metric: str, *, valid: bool) -> list[PerUser]:
+        """A metric by user, for each seed: of validation users, or of the others."""
+        found = []
+        for frame in self.users:
+            part = frame.filter((pl.col("valid") == valid) & pl.col(metric).is_not_null())
+            found.append(per_user(part, metric))
+        return found
+
+    @property
+    def auc(self) -> BySeed:
+        """By test user."""
+        return dict(zip(self.seeds, self.values("auc", valid=False), strict=True))
+
+    def counts(self, hits: str, trials: str) -> list[Counts]:
+        """Hits of trials by test user, for each seed."""
+        parts = [frame.filter(~pl.col("valid")) for frame in self.users]
+        return [Counts(*(part[name].to_numpy() for name in ("user", hits, trials))) for part in parts]
+
+
+@dataclass(frozen=True, eq=False)
+class Contest:
+    """The attacks on one question, and the nulls."""
+
+    question: str
+    attacks: list[Attacked]
+    nulls: list[Attacked]
+
+    @cached_property
+    def chosen(self) -> Attacked | None:
+        """The strongest attack on validation users, of those who see most: who receives uploads could add them up."""
+        for vantage in VANTAGES:
+            found = _chosen([each for each in self.attacks if each.vantage == vantage])
+            if found is not None:
+                return found
+        return None
+
+    @cached_property
+    def null(self) -> Attacked | None:
+        """The strongest null on validation users, where the chosen attack stands.
+
+        Of an attribute the first one, which says the same of all users: a drawn guess is as good on average, and where
+        it is better, that is luck.
+        """
+        if self.chosen is None:
+            return None
+        nulls = [each for each in self.nulls if each.vantage == self.chosen.vantage]
+        return _chosen(nulls[:1] if self.question != MEMBERSHIP else nulls)
+
+    @cached_property
+    def excess(self) -> BySeed:
+        """The AUC of the strongest attack beyond that of the strongest null, by test user."""
+        if self.chosen is None or self.null is None:
+            return {}
+        ours, theirs = self.chosen.auc, self.null.auc
+        return {seed: _minus(ours[seed], theirs[seed]) for seed in common(ours, theirs)}
+
+
+@dataclass(frozen=True, eq=False)
+class Audited:
+    """A system with all that was stored of it."""
+
+    system: System
+    cells: list[Cell]  # one per seed, with all asks
+    canaries: list[Cell]
+    baselines: list[Baselines]
+    level: float
+
+    @cached_property
+    def attacked(self) -> list[Attacked]:
+        """Every ask, in order."""
+        found = []
+        for ask in self.cells[0].asks:
+            made = Attacked(ask, [], [], [], [])
+            for cell in self.cells:
+                file = cell.path / f"{ask.key}.json"
+                if not file.exists():
+                    continue
+                facts = json.loads(file.read_text(encoding="utf-8"))
+                if facts["reason"] is not None:
+                    made.reasons.append(str(facts["reason"]))
+                    continue
+                made.seeds.append(cell.seed)
+                made.facts.append(facts)
+                made.users.append(read_table(file.with_suffix(".parquet")))
+            found.append(made)
+        return found
+
+    def of_kind(self, *kinds: str) -> list[Attacked]:
+        """The asks of some kinds."""
+        return [each for each in self.attacked if each.ask.kind in kinds]
+
+    @cached_property
+    def contests(self) -> list[Contest]:
+        """One for each question, in order."""
+        questions = dict.fromkeys(each.ask.question for each in self.of_kind("attack"))
+        kinds = {kind: self.of_kind(kind) for kind in ("attack", "null")}
+        return [
+            Contest(name, *([each for each in some if each.ask.question == name] for some in kinds.values()))
+            for name in questions
+        ]
+
+    def estimate(self, values: Sequence[PerUser]) -> dict[str, Any]:
+        """The columns of a value, of users whose values are from 0 to 1."""
+        given = [each for each in values if len(each.user) > 1]
+        if not given:
+            return nothing()
+        users, numbers = [each.user for each in given], [each.value for each in given]
+        found = bootstrap_crossed(users, numbers, seed=0, level=self.level)
+        return columns(found, len(given)) | {"low": max(0.0, found.low), "high": min(1.0, found.high)}
+
+    def utility(self, metric: str) -> BySeed:
+        """The recommender's."""
+        cells = [cell for cell in self.cells if has_utility(cell)]
+        return {cell.seed: per_user(read_table(cell.path / "utility.parquet"), metric) for cell in cells}
+
+
+def has_utility(cell: Cell) -> bool:
+    """Whether its system was trained."""
+    return (cell.path / "utility.parquet").exists()
+
+
+def per_user(table: pl.DataFrame, metric: str) -> PerUser:
+    """A column by user."""
+    return PerUser(table["user"].to_numpy(), table[metric].to_numpy(), 0)
+
+
+def _chosen(candidates: Iterable[Attacked]) -> Attacked | None:
+    able = {each.ask.name: each for each in candidates if each.users}
+    values = {name: each.values("auc", valid=True) for name, each in able.items()}
+    values = {name: each for name, each in values.items() if each and all(len(one.user) for one in each)}
+    graded = {name: able[name].values("auc", valid=False) for name in values}
+    values = {name: each for name, each in values.items() if all(len(one.user) > 1 for one in graded[name])}
+    return able[strongest(values)] if values else None
+
+
+def columns(estimate: Estimate | Difference, seeds: int) -> dict[str, Any]:
+    """A value with its interval, as tables have it."""
+    users = estimate.n if isinstance(estimate, Estimate) else estimate.users
+    return {
+        "value": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "users": users,
+        "seeds": seeds,
+    }
+
+
+def nothing() -> dict[str, Any]:
+    """The same where there is none."""
+    return {"value": None, "low": None, "high": None, "users": 0, "seeds": 0}
+
+
+def common(first: BySeed, second: BySeed) -> list[int]:
+    """The seeds that both have, with at least two users in common."""
+    seeds = (seed for seed in first if seed in second)
+    return [seed for seed in seeds if len(np.intersect1d(first[seed].user, second[seed].user)) > 1]
+
+
+def _minus(first: PerUser, second: PerUser) -> PerUser:
+    """The difference for the users of both."""
+    user, one, other = np.intersect1d(first.user, second.user, assume_unique=True, return_indices=True)
+    return PerUser(user, first.value[one] - second.value[other], 0)

@@ -1,0 +1,137 @@
+"""The functional mechanism: noise on the coefficients of a loss that is a polynomial. The second stage of GERAI.
+
+Zhang et al. 2012, "Functional Mechanism: Regression Analysis under Differential Privacy"; in a recommender, Zhang et
+al., "Graph Embedding for Recommendation against Attribute Inference Attacks", WWW 2021 (GERAI), section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from recleak.defenses.base import Defense, received
+from recleak.defenses.spending import NoGuarantee, Spending
+from recleak.errors import ConfigError
+from recleak.models.components import Component
+from recleak.streams import Streams
+from recleak.update import Update
+
+Redraw = Literal["step", "never"]
+
+
+@dataclass(frozen=True)
+class FunctionalMechanism(Defense):
+    """Add Laplace noise to every coefficient of a client's mean loss, as a polynomial in the head's last weights h.
+
+    For the loss "taylor" and a model with a `bounded` head, a score is s = h . q with q in [0, 1]^d, and the loss of an
+    example with label r is log 2 + (1/2 - r) s + s^2 / 8. Over n examples its coefficients are means, of (1/2 - r) q_m
+    for h_m, of q_m^2 / 8 for h_m^2 and of q_m q_l / 4 for h_m h_l. The mechanism adds
+
+        n1 . h + sum over m <= l of N2_ml h_m h_l,    all of them Laplace of scale Delta / (epsilon n)
+
+    to the loss of every step: a random slope and a random curvature. Zhang et al. (2012) take Delta as twice the
+    largest sum of the absolute coefficients of an example (lemma 1), which is
+
+        Delta = 2 (d / 2 + d^2 / 8) = d + d^2 / 4,
+
+    GERAI's value (lemma 4.3; its pairs have the same coefficients). Less would do: the second-degree coefficients are
+    never negative, so that replacing one example changes them by d^2 / 8 in all, and d + d^2 / 8 bounds the whole.
+
+    A hook does not see how many examples a client has: `examples` is n, one number that all clients use. It has to be
+    public, and the least that any client has is on the safe side; a client's own number would tell how much it did.
+    redraw "step": new noise at each step, as GERAI's text has it ("in each iteration"), which averages out over steps.
+    "never": one draw for a client and all its rounds, as Zhang et al. have it. The curvature is then negative in about
+    half of all directions, and the loss has no minimum: nothing is repaired here, so expect it to diverge.
+    `epsilon=inf` adds nothing.
+
+    **This gives no guarantee.** The theorem is for coefficients that are computed once from data, released with noise,
+    and minimized by anyone. Here q comes out of layers that are trained on the same data and sent without noise, a
+    step sees the coefficients of a batch and not of all n, and every step and round asks again.
+    """
+
+    epsilon: float
+    examples: int
+    redraw: Redraw = "step"
+    weight: str | None = None  # the component that h is; None: the weight of the head's last layer
+
+    def __post_init__(self) -> None:
+        if not self.epsilon > 0:  # NaN too
+            raise ValueError(f"Got epsilon={self.epsilon}, expected a number above 0, or inf to add nothing.")
+        if self.examples < 1:
+            raise ValueError(f"Got examples={self.examples}, expected how many examples a client has, at least 1.")
+        if self.redraw not in get_args(Redraw):
+            raise ValueError(f"Got redraw={self.redraw!r}, expected one of {', '.join(get_args(Redraw))}.")
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """All, if nothing is added."""
+        return frozenset({"penalty"} if self.epsilon == inf else ())
+
+    def scale(self, width: int) -> float:
+        """Of the noise on each coefficient, for so many weights."""
+        return sensitivity(width) / (self.epsilon * self.examples)
+
+    def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
+        """The random polynomial, f32[C]."""
+        if self.epsilon == inf:
+            return None
+        name = self.weight or _last_weight(moved.values)
+        h = (moved.values[name] + received(moved, name)).flatten(1)  # f32[C, d]
+        width, position = h.shape[1], torch.arange(moved.n_clients, device=h.device)
+        drawn = streams.lasting() if self.redraw == "never" else streams
+        linear = drawn.laplace("linear", position, torch.zeros_like(position), (width,)).to(h)
+        square = drawn.laplace("quadratic", position, torch.zeros_like(position), (width, width)).triu().to(h)
+        products = square * h.unsqueeze(2) * h.unsqueeze(1)  # f32[C, d, d]: one for each monomial, above the diagonal
+        return self.scale(width) * ((linear * h).sum(1) + products.sum((1, 2)))
+
+    def check_components(self, components: tuple[Component, ...]) -> None:
+        """The head ends with weights that are sent, and without a bias."""
+        named = {component.name: component for component in components}
+        name = self.weight or _last_weight(named)
+        bias = f"{name.removesuffix('weight')}bias"
+        if bias in named:
+            raise ConfigError(
+                f"The head's last layer has a bias, {bias!r}, expected a score h . q with q in [0, 1].\n"
+                "  Give the model bounded=True (NCF and FeatureGCN have it), and the training loss='taylor'."
+            )
+        if name in named and not named[name].shared:
+            raise ConfigError(f"{name!r} is kept by clients, expected weights that are sent: their values are needed.")
+
+    def component_names(self) -> Iterable[str]:
+        """The weights, if they are named."""
+        return () if self.weight is None else (self.weight,)
+
+    def spends(self) -> tuple[Spending, ...]:
+        """No guarantee."""
+        why = (
+            f"An epsilon of {self.epsilon:g} is claimed, for one example, as if the loss had been released once with "
+            "noise on it. But what the last weights are multiplied with comes from layers that were trained on the "
+            "same data and are sent without noise, and the question is asked again at every step and in every round."
+        )
+        return (NoGuarantee(repr(self), why),)
+
+
+def sensitivity(width: int) -> float:
+    """d + d^2 / 4: how far replacing one example moves the sums of n times the coefficients, at most (l1)."""
+    return width + width**2 / 4
+
+
+def _last_weight(names: Iterable[str]) -> str:
+    """The weight of the last layer of a head."""
+    layers = {name: name.split(".") for name in names}
+    heads = {
+        int(words[1]): name
+        for name, words in layers.items()
+        if len(words) == 3 and (words[0], words[2]) == ("head", "weight") and words[1].isdecimal()
+    }
+    if not heads:
+        raise ConfigError(
+            f"Got the components {', '.join(layers)}, expected a head: 'head.1.weight', ...\n"
+            "  Use a model with a head, or name the weights of its last layer (weight=...)."
+        )
+    return heads[max(heads)]

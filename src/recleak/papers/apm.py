@@ -1,0 +1,293 @@
+"""How the cells of APM are measured (Zhang, Yuan, Yin): its FedRec, attribute inference on uploads, noise by component.
+
+Two variants, because the paper says it twice. `as-written` follows equation 11 and Algorithm 2: privacy parameters 30,
+40, 50 and 60 for user, item, first and second layer, clip and noise after each local epoch. `section-5.7` follows that
+section: 30, 60, 40 and 50, clip and noise once, before the upload.
+
+What the paper leaves open, and what is taken here, the same for all methods:
+
+    rounds                  where Hit@20 of held-out validation items stops growing without a defense (`ROUNDS`)
+    negatives               4 for each own item, drawn once
+    the loss                its mean over a batch (eq. 8 has a sum; the learning rate is that of a mean)
+    aggregation             the mean of the clients' models (eq. 9 has a sum, which would grow without bound)
+    item features           one-hot: an item has a vector of its own
+    the attacked round      the last one; its participants are known (zeta of them) or graded (the others)
+    F1                      macro-F1; micro-F1 and AUC stand beside
+    noise of FedNews        the same everywhere, Laplace of scale 0.025 (epsilon 40), clipped as APM's
+    noise of FedRec-GN      Gaussian of the same variance
+    F-GERAI                 epsilon 20 on features, 0.4 in the loss, as its own paper has; F-GERAI-NL: the loss only
+    F-DPMF                  epsilon 0.4 in the objective
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import sqrt
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recleak import random
+from recleak.attacks.attribute import FromUpdates, KnownColumns, MajorityClass, Proportional, ThroughItems
+from recleak.attacks.base import Knowledge, WhichAttribute
+from recleak.attacks.learners import Boosting, Learner, Logistic, Neighbors, Network, Preparation, Svc, Tree
+from recleak.data.features import UserFeatures, classes_of, user_features
+from recleak.data.interactions import Interactions
+from recleak.data.source import open_data
+from recleak.data.split import Split, leave_one_out
+from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian
+from recleak.defenses.base import Chain, Defense
+from recleak.defenses.feature_noise import PerturbedFeatures
+from recleak.defenses.functional_mechanism import FunctionalMechanism
+from recleak.defenses.objective_perturbation import ObjectivePerturbation
+from recleak.errors import ConfigError, unknown_name
+from recleak.metrics.linearized import auc_values, macro_f1_values
+from recleak.metrics.ranking import rank
+from recleak.models.base import Model
+from recleak.models.feature_gcn import FeatureGCN
+from recleak.models.lightgcn import LightGCN
+from recleak.models.mf import MF
+from recleak.models.ncf import NCF
+from recleak.papers.reproduce import Measured
+from recleak.protocols.federated import Federated, FederatedModel, train_federated
+from recleak.recording import Listening
+from recleak.training.cohort import LocalTraining
+from recleak.training.executor import InProcess
+from recleak.training.optimizers import SGD
+from recleak.utility import union
+
+VERSION = 1
+ROUNDS = {"ml-100k": 100, "ml-1m": 100}
+SHARE = {"ml-100k": 0.5, "ml-1m": 0.1}  # of the clients in a round (section 5.4)
+NOISE = 0.025  # the scale of FedNews
+_SKETCH = 4096  # columns that item rows are folded into where uploads of many rounds are kept
+_LOSS, _FEATURES = 0.4, 20.0  # GERAI's privacy parameters
+Scalar = str | int | float | bool
+
+_LEARNERS: dict[str, Callable[[], Learner]] = {
+    "aia": Network,
+    "dt": Tree,
+    "svc": Svc,
+    "knn": Neighbors,
+    "gbt": Boosting,
+}
+_GUESSES = ("random", "proportional", "majority")
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One training run."""
+
+    split: Split
+    model: Model
+    defense: Defense
+    protocol: Federated
+    features: UserFeatures | None
+    seed: int
+
+    @property
+    def train(self) -> Interactions:
+        """What clients train on."""
+        return self.split.train
+
+    @cached_property
+    def attacked(self) -> NDArray[np.int64]:
+        """The participants of the last round, ascending."""
+        eligible = np.flatnonzero(self.train.activity).astype(np.int64)
+        return np.sort(self.protocol.participants(eligible, self.protocol.rounds - 1, self.seed))
+
+    def knowledge(self, attribute: str | None = None, zeta: float = 0.1) -> Knowledge:
+        """What the curious server knows (section 3.3): of zeta of the attacked users also the attribute."""
+        public = {"popularity": torch.from_numpy(self.train.popularity.astype(np.float32))}
+        if attribute is not None:
+            label, _ = classes_of(self.train, attribute)
+            known = self.known(zeta)
+            shown = np.full(len(label), -1)
+            shown[known] = label[known]
+            public[f"labels of {attribute}"] = torch.from_numpy(shown)
+            if self.features is not None:
+                columns = torch.arange(self.features.values.shape[1])[self.features.groups[attribute]]
+                public[f"columns of {attribute}"] = columns
+        parts = self.defense.sharing(self.model.components())
+        local = self.protocol.local
+        return Knowledge(self.model, self.train.n_users, self.train.n_items, parts, local, self.defense, public)
+
+    def known(self, zeta: float) -> NDArray[np.int64]:
+        """The users who side with the server; fewer are among more."""
+        order = random.bits(self.seed, "known users", self.attacked).argsort()
+        return self.attacked[order[: max(1, round(zeta * len(order)))]]
+
+
+def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
+    """The objects that a cell's `run` names."""
+    name, factors = str(run["data"]), int(run["factors"])
+    split = leave_one_out(open_data(name, str(run["preset"])), by="time", seed=seed)
+    defense = str(run["defense"])
+    polynomial = defense.startswith("f-gerai")  # its loss, of a bounded input
+    model, features = _model(str(run["model"]), factors, split.train, bounded=polynomial)
+    everybody = int(np.count_nonzero(split.train.activity))
+    negatives = 4
+    local = LocalTraining(
+        epochs=5,
+        batch_size=32,
+        optimizer=SGD(0.001),
+        negatives=negatives,
+        loss="taylor" if polynomial else "bce",
+    )
+    protocol = Federated(rounds=ROUNDS[name], clients_per_round=round(SHARE[name] * everybody), local=local)
+    examples = round(len(split.train) / everybody * (1 + negatives))  # of a client, on average
+    return Setting(split, model, _defense(defense, variant, examples, features), protocol, features, seed)
+
+
+def _model(name: str, factors: int, train: Interactions, *, bounded: bool) -> tuple[Model, UserFeatures | None]:
+    if name == "feature-gcn":
+        features = user_features(train)
+        width = features.values.shape[1]
+        return FeatureGCN(width, factors=factors, hidden=(factors,), bounded=bounded), features
+    models: dict[str, Callable[[], Model]] = {
+        "mf": lambda: MF(factors),
+        "ncf": lambda: NCF(factors),
+        "lightgcn": lambda: LightGCN(factors),
+    }
+    if name not in models:
+        raise unknown_name("model", name, ["feature-gcn", *models])
+    return models[name](), None
+
+
+def _defense(name: str, variant: str, examples: int, features: UserFeatures | None) -> Defense:
+    moment: Any = "upload" if variant == "section-5.7" else "epoch"
+    levels: Any = "section" if variant == "section-5.7" else "equation"
+
+    def uniform(epsilon: float) -> Defense:
+        return AdaptiveNoise(levels, epsilon_min=epsilon, epsilon_max=epsilon, moment=moment)
+
+    groups = () if features is None else tuple((each.start, each.stop) for each in features.groups.values())
+    makers: dict[str, Callable[[], Defense]] = {
+        "none": Defense,
+        "apm": lambda: AdaptiveNoise(levels, moment=moment),
+        "fixrec-max": lambda: uniform(30.0),
+        "fixrec-min": lambda: uniform(60.0),
+        "fednews": lambda: uniform(1 / NOISE),
+        "gaussian": lambda: BoundedGaussian(std=sqrt(2) * NOISE, moment=moment),
+        "f-gerai": lambda: Chain((PerturbedFeatures(_FEATURES, groups), FunctionalMechanism(_LOSS, examples))),
+        "f-gerai-nl": lambda: FunctionalMechanism(_LOSS, examples),
+        "f-dpmf": lambda: ObjectivePerturbation(_LOSS, examples),
+    }
+    if name.startswith("uniform-"):
+        return uniform(float(name.removeprefix("uniform-")))
+    if name not in makers:
+        raise unknown_name("defense", name, makers)
+    return makers[name]()
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    run: Mapping[str, Scalar], asks: Sequence[Mapping[str, Scalar]], *, variant: str, seed: int, threads: int
+) -> Iterator[Measured]:
+    """One training run with all that is asked for at its wire; then the results in the order of the asks."""
+    made = setting(run, variant, seed)
+    attacks = {key: attack for ask in asks for key, attack in _evidence(made, ask)}
+    taps: dict[str, Listening[Any, Any]] = {
+        key: Listening(attack.vantage(), attack, made.knowledge()) for key, attack in attacks.items()
+    }
+    start = perf_counter()
+    trained = train_federated(
+        made.protocol,
+        made.model,
+        made.train,
+        defense=made.defense,
+        user_features=None if made.features is None else made.features.values,
+        taps=list(taps.values()),
+        executor=InProcess(threads),
+        seed=seed,
+        show_progress=False,
+    )
+    seconds = perf_counter() - start
+    for ask in asks:
+        if ask.get("measure") == "utility":
+            yield Measured({"hit@20": _hit(made, trained)}, seconds=seconds)
+        else:
+            yield _graded(made, ask, taps)
+
+
+def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, Any]]:
+    """What has to listen for an ask; learners that read the same share it."""
+    if ask.get("measure") == "utility":
+        return
+    name = str(ask.get("attack"))
+    if name in _LEARNERS:
+        part = str(ask.get("part", "full"))
+        parts = () if part == "full" else (part,)
+        every = ask.get("uploads") == "all"
+        last = made.protocol.rounds - 1
+        attack = FromUpdates(parts=parts, rounds="all" if every else last, sketch=_SKETCH if every else None)
+        yield _key(ask), attack
+    elif name == "exact":
+        yield _key(ask), KnownColumns()
+    elif name == "chain":
+        yield _key(ask), ThroughItems()
+    elif name not in (*_GUESSES, "interactions"):
+        raise ConfigError(f"A cell asks for {dict(ask)}, expected measure utility, or a known attack.")
+
+
+def _key(ask: Mapping[str, Scalar]) -> str:
+    name = str(ask["attack"])
+    return f"{ask.get('part', 'full')} {ask.get('uploads', 'last')}" if name in _LEARNERS else name
+
+
+def _graded(made: Setting, ask: Mapping[str, Scalar], taps: Mapping[str, Listening[Any, Any]]) -> Measured:
+    """The answer about the attacked users whose attribute is not known to the server, as values by user."""
+    attribute, name, zeta = str(ask["attribute"]), str(ask["attack"]), float(ask["zeta"])
+    label, names = classes_of(made.train, attribute)
+    user = np.setdiff1d(made.attacked[label[made.attacked] >= 0], made.known(zeta))
+    question = WhichAttribute(torch.from_numpy(user), attribute, tuple(names))
+    start = perf_counter()
+    answer = _answer(made, name, made.knowledge(attribute, zeta), question, taps.get(_key(ask)))
+    seconds = perf_counter() - start
+    own, guess = label[user], answer.argmax(axis=1)
+    metrics = {
+        "macro-f1": macro_f1_values(guess, own, len(names)),
+        "micro-f1": (guess == own).astype(np.float64),
+        "auc": auc_values(answer, own),
+    }
+    return Measured(metrics, seconds=seconds)
+
+
+def _answer(
+    made: Setting, name: str, knowledge: Knowledge, question: WhichAttribute, tap: Listening[Any, Any] | None
+) -> NDArray[np.float64]:
+    """Probabilities, f64[n, K]."""
+    if tap is not None:
+        attack: Any = tap.attack
+        if name in _LEARNERS:
+            attack = replace(attack, learner=_LEARNERS[name](), seed=made.seed)
+        return np.asarray(attack.answer(knowledge, tap.state(), question).double())
+    if name == "random":
+        lot = random.below(len(question.classes), made.seed, "random class", question.client.numpy())
+        return np.eye(len(question.classes))[lot]
+    if name == "interactions":
+        return _from_interactions(made, knowledge, question)
+    guesser = MajorityClass() if name == "majority" else Proportional(seed=made.seed)
+    return np.asarray(guesser.answer(knowledge, {}, question).double())
+
+
+def _from_interactions(made: Setting, knowledge: Knowledge, question: WhichAttribute) -> NDArray[np.float64]:
+    """What the true interactions tell, to a reader who knows as many users: a reference, not a bound."""
+    label = knowledge.public[f"labels of {question.attribute}"].numpy()
+    known, others = np.flatnonzero(label >= 0), question.client.numpy()
+    matrix = made.train.matrix().astype(np.float32)
+    learner = Logistic(C=10.0, prepare=Preparation(scale="unit"))
+    classes = len(question.classes)
+    return learner.fit_predict(matrix[known].toarray(), label[known], classes, matrix[others].toarray(), made.seed)
+
+
+def _hit(made: Setting, trained: FederatedModel) -> NDArray[np.float64]:
+    """Hit@20 of every user's test item among all items that it does not have, f64[U]."""
+    return rank(trained, union(made.train, made.split.valid), made.split.test).hit(20)

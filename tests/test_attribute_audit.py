@@ -1,0 +1,112 @@
+"""Attributes in an audit, end to end on tiny data: verdicts beside nulls, parts, conditions, the self-test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from recleak.conditions import Condition
+from recleak.data import store
+from recleak.data.synthetic import Synthetic
+from recleak.errors import ConfigError, NotFoundError
+from recleak.experiment import experiment
+from recleak.findings import Findings
+from recleak.runs import audit_run
+
+
+def table(data: str, **changes: Any) -> dict[str, Any]:
+    local = {"epochs": 2, "optimizer": {"use": "sgd", "learning_rate": 0.01}}
+    made = {
+        "seeds": 2,
+        "data": data,
+        "model": {"use": "feature-gcn", "factors": 4, "hidden": [4]},
+        "protocol": {"use": "federated", "rounds": 4, "clients_per_round": 80, "local": local},
+        "defenses": ["none", "secure-aggregation", {"use": "perturbed-features", "epsilon": 5.0}],
+        "attacks": [
+            {"use": "alignment", "shadow_rows": 0, "name": "projection"},
+            {"use": "from-updates", "name": "AIA", "learner": {"use": "logistic"}},
+            "known-columns",
+        ],
+        "attributes": ["gender"],
+        "known": 0.2,
+        "by_component": ["AIA"],
+    }
+    return {**made, **changes}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data") / "small"
+    made = Synthetic(n_users=160, n_items=50, mean_activity=10, min_activity=4).generate()
+    store.save(made, folder, name="small")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return audit_run(experiment(table(data)), folder, command="test"), folder
+
+
+@pytest.mark.heavy
+def test_the_exact_leak_is_found_beside_its_nulls(whole: tuple[Findings, Path]) -> None:
+    findings, _ = whole
+    verdict = {(row["defense"], row["question"]): row for row in findings.verdicts.to_dicts()}
+    assert {question for _, question in verdict} == {"membership", "gender"}
+    leak = verdict["none", "gender"]
+    assert leak["verdict"] == "leaks"
+    assert leak["attack"] == "known-columns"
+    assert leak["value"] == 1, "rows of other classes do not move"
+    assert leak["null"] == "majority"
+    assert "tells a user's gender with AUC 1.000" in leak["words"]
+    assert verdict["secure-aggregation", "gender"]["verdict"] == "not measured"
+    assert verdict["perturbed-features epsilon 5.0", "gender"]["value"] < 0.9
+    rows = findings.scores.filter((pl.col("question") == "gender") & (pl.col("defense") == "none"))
+    assert set(rows["attack"]) == {"AIA", "known-columns", "majority", "proportional"}
+    assert set(rows["metric"]) == {"auc", "macro-f1", "accuracy"}
+    constant = rows.filter((pl.col("attack") == "majority") & (pl.col("metric") == "auc"))
+    assert constant["value"].to_list() == [0.5]
+
+
+@pytest.mark.heavy
+def test_components_and_users(whole: tuple[Findings, Path]) -> None:
+    findings, folder = whole
+    parts = findings.parts.filter((pl.col("question") == "gender") & (pl.col("defense") == "none"))
+    assert set(parts["kind"]) == {"component"}
+    told = dict(zip(parts["part"], parts["value"], strict=True))
+    assert set(told) == {"user", "item", "head", "head.1", "head.2"}
+    assert told["user"] > max(0.65, told["item"]), "its features are there"
+    risk = findings.risk.filter((pl.col("question") == "gender") & (pl.col("attack") == "known-columns"))
+    exact = risk.filter(pl.col("defense") == "none")
+    assert len(exact)
+    assert (exact["exposed"] > 0.999).sum() > 0.9 * len(exact), "but for who moved nothing"
+    page = findings.report(folder / "report.html").read_text(encoding="utf-8")
+    assert "Leakage by component: gender" in page
+
+
+@pytest.mark.heavy
+def test_conditions_on_attributes(whole: tuple[Findings, Path]) -> None:
+    findings, _ = whole
+    found = list(Condition.parse("gender.auc > 0.95", ["gender"]).violations(findings))
+    assert any("(small, feature-gcn, federated, none)" in line for line in found)
+    assert not list(Condition.parse("gender.macro-f1 < 0.1", ["gender"]).violations(findings, point=True))[1:]
+    with pytest.raises(ConfigError, match="Unknown question 'gender'"):
+        Condition.parse("gender.auc > 0.95")
+
+
+@pytest.mark.heavy
+def test_nothing_is_found_in_shuffled_attributes(data: str, tmp_path: Path) -> None:
+    short = table(data, defenses=["none"], by_component=[], shuffle_labels=True, attributes=["gender"])
+    findings = audit_run(experiment(short), tmp_path / "run")
+    rows = findings.verdicts.filter(pl.col("question") == "gender").to_dicts()
+    assert rows[0]["verdict"] != "leaks"
+
+
+def test_what_is_missing_is_said_before_anything_is_run(data: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="AIA infers attributes, but none is named"):
+        audit_run(experiment(table(data, attributes=[])), tmp_path / "run")
+    with pytest.raises(NotFoundError, match="Unknown attribute 'gendr'"):
+        audit_run(experiment(table(data, attributes=["gendr"])), tmp_path / "run")
