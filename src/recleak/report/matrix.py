@@ -15,7 +15,7 @@ from recleak.files import replace_bytes, replace_text
 from recleak.findings import SYSTEM, Findings
 
 _BEGIN, _END = "<!-- begin matrix -->", "<!-- end matrix -->"
-_SCALE = 1.5  # pixels of the picture per point
+_SCALE = 1.25  # pixels of the picture per point
 _Row = dict[str, Any]
 
 
