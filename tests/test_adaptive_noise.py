@@ -19,7 +19,7 @@ from recleak.accounting import Entry, gaussian_epsilon, ledger
 from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian, Moment, levels_from
 from recleak.defenses.base import Chain, Defense, check, hooks
 from recleak.defenses.clipping import ClipByNorm
-from recleak.defenses.noise import GaussianNoise, Rows
+from recleak.defenses.noise import GaussianNoise, LaplaceNoise, Rows
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError, NotFoundError
 from recleak.models.base import Model
@@ -466,3 +466,20 @@ def test_a_zero_change_is_not_told_from_noise() -> None:
     update = with_received(example_update(components=PARTS).only({"item"}), PARTS)
     sent = AdaptiveNoise(moment="upload").upload(zeros_like(update), Streams.simulated(0, 0, update.client))
     assert float(sent.rows["item"].std()) == pytest.approx(sqrt(2) / 40, rel=0.15)
+
+
+def test_the_noise_on_a_component_is_what_is_added() -> None:
+    """Measured on a client that changed nothing, of parameters that no clipping touches."""
+    update = replace(zeros_like(example_update()), received={})
+    received = {name: torch.zeros(value.shape[1:]) for name, value in update.values.items()}
+    received |= {name: torch.zeros(update.n_items, *value.shape[1:]) for name, value in update.rows.items()}
+    update = replace(update, received=received)
+    levels = dict(zip(update.names(), (0.0, 1.5, 3.0), strict=False))
+    levels = {name: levels.get(name, 3.0) for name in update.names()}
+    for defense in (AdaptiveNoise(levels, moment="upload"), BoundedGaussian(0.2, moment="upload")):
+        drawn = [defense.upload(update, Streams.simulated(0, each, update.client)) for each in range(200)]
+        for name in update.names():
+            every = torch.cat([(each.values if name in each.values else each.rows)[name].flatten() for each in drawn])
+            assert every.std().item() == pytest.approx(defense.noise(name), rel=0.1)
+    assert Chain((GaussianNoise(3.0), LaplaceNoise({"item": 4 / sqrt(2)}))).noise("item") == pytest.approx(5.0)
+    assert Defense().noise("item") == 0

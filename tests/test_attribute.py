@@ -24,6 +24,7 @@ from recleak.attacks.learners import Logistic, Network
 from recleak.attacks.membership import AllPositive
 from recleak.data.synthetic import Synthetic
 from recleak.defenses.base import Defense
+from recleak.defenses.noise import GaussianNoise
 from recleak.errors import ConfigError
 from recleak.models.base import Batch, Model, Params
 from recleak.models.components import Component, Constant, Normal
@@ -392,3 +393,18 @@ def test_guesses_follow_the_known_labels() -> None:
     assert not torch.equal(drawn, Proportional(seed=1).answer(known, {}, asked))
     some = WhichAttribute(torch.tensor([50, 41]), "sex", CLASSES)
     assert torch.equal(Proportional().answer(known, {}, some), drawn[[10, 1]])
+
+
+def test_known_noise_weighs_components() -> None:
+    """A component under noise of 2 counts half; one without noise is as it is."""
+    label = torch.zeros(CLIENTS, dtype=torch.int64)
+    known = replace(knowledge(label), defense=GaussianNoise({"item": 2.0}))
+    update = next(message.update for message in uploads(label, label) if isinstance(message, Upload))
+    plain, weighed = (FromUpdates(noise=noise)._rows(known, update) for noise in ("ignored", "known"))
+    width = FromUpdates(parts=("item",))._rows(known, update).shape[1]
+    ratio = plain / weighed  # NaN where nothing changed
+    twice, same = ((ratio - factor).abs() < 1e-4 for factor in (2, 1))
+    assert bool((twice | same | torch.isnan(ratio)).all())
+    assert 0.9 * width < int(twice.any(0).sum()) <= width, "but for items that nobody touched"
+    with pytest.raises(ConfigError, match="noise is 'loud'"):
+        FromUpdates(noise="loud")  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
@@ -47,6 +47,7 @@ class _NoisyValues(Defense):
     bound: float
     moment: Moment
     rows: Rows
+    spread: ClassVar[float] = 1.0  # the standard deviation at scale 1
 
     def __post_init__(self) -> None:
         if not (isfinite(self.bound) and self.bound > 0):
@@ -79,6 +80,10 @@ class _NoisyValues(Defense):
     def scale(self, component: str) -> float:
         """The scale of the noise on a component."""
         raise NotImplementedError
+
+    def noise(self, component: str) -> float:
+        """Of the last time, which alone is never clipped."""
+        return self.spread * self.scale(component)
 
     def _draw(self, update: Update, name: str, streams: Streams) -> Tensor:
         raise NotImplementedError
@@ -123,6 +128,8 @@ class AdaptiveNoise(_NoisyValues):
     bound: float = 0.5
     moment: Moment = "epoch"
     rows: Rows = "all"
+
+    spread: ClassVar[float] = sqrt(2)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import hypot
 
 from torch import Tensor
 
@@ -85,6 +86,13 @@ class Defense:
     @property
     def flips(self) -> float:
         """The chance that a label is flipped. Not a hook: a fact that an adversary may know."""
+        return 0.0
+
+    def noise(self, component: str) -> float:
+        """The standard deviation of what is added to each number of a component in an upload.
+
+        Not a hook: a fact that an adversary may know.
+        """
         return 0.0
 
     def component_names(self) -> Iterable[str]:
@@ -184,6 +192,10 @@ class Chain(Defense):
         for defense in self.defenses:
             total = total * (1 - defense.flips) + defense.flips * (1 - total)
         return total
+
+    def noise(self, component: str) -> float:
+        """That of all together; what clips in between is not counted."""
+        return hypot(*(defense.noise(component) for defense in self.defenses))
 
     def component_names(self) -> Iterable[str]:
         """The names of all."""

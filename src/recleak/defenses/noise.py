@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
-from typing import Literal, get_args
+from math import isfinite, sqrt
+from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ class _AdditiveNoise(Defense):
     """Independent noise on every coordinate of an upload; subclasses say how much and of which law."""
 
     rows: Rows
+    spread: ClassVar[float] = 1.0  # the standard deviation at scale 1
 
     def upload(self, update: Update, streams: Streams) -> Update:
         """The upload plus noise."""
@@ -39,6 +40,10 @@ class _AdditiveNoise(Defense):
             return tensor + scale * self._draw(update, name, streams).to(tensor.dtype) if scale > 0 else tensor
 
         return update.map(add)
+
+    def noise(self, component: str) -> float:
+        """As its law has it."""
+        return self.spread * _of(self._scale(), component)
 
     def component_names(self) -> Iterable[str]:
         """The components that it adds noise to, if only some."""
@@ -98,6 +103,8 @@ class LaplaceNoise(_AdditiveNoise):
 
     scale: Scale
     rows: Rows = "touched"
+
+    spread: ClassVar[float] = sqrt(2)
 
     def _scale(self) -> Scale:
         return self.scale

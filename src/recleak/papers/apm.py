@@ -227,8 +227,15 @@ def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, A
         parts = () if part == "full" else (part,)
         every = ask.get("uploads") == "all"
         last = made.protocol.rounds - 1
-        attack = FromUpdates(parts=parts, rounds="all" if every else last, sketch=_SKETCH if every else None)
-        yield _key(ask), attack
+        yield (
+            _key(ask),
+            FromUpdates(
+                parts=parts,
+                rounds="all" if every else last,
+                sketch=_SKETCH if every else None,
+                noise="known" if ask.get("noise") == "known" else "ignored",
+            ),
+        )
     elif name == "exact":
         yield _key(ask), KnownColumns()
     elif name == "chain":
@@ -239,7 +246,8 @@ def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, A
 
 def _key(ask: Mapping[str, Scalar]) -> str:
     name = str(ask["attack"])
-    return f"{ask.get('part', 'full')} {ask.get('uploads', 'last')}" if name in _LEARNERS else name
+    words = [str(ask.get(*option)) for option in (("part", "full"), ("uploads", "last"), ("noise", "ignored"))]
+    return " ".join(words) if name in _LEARNERS else name
 
 
 def _graded(made: Setting, ask: Mapping[str, Scalar], taps: Mapping[str, Listening[Any, Any]]) -> Measured:
