@@ -356,9 +356,8 @@ class ThroughItems:
 # --- guesses that cost nothing ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class MajorityClass:
-    """Everybody has the class that most known users have; of equals, the first."""
+class _Blind:
+    """Whoever does not look at messages."""
 
     vantage: ClassVar[type[Server]] = Server
     question: ClassVar[type[WhichAttribute]] = WhichAttribute
@@ -370,6 +369,11 @@ class MajorityClass:
     def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """It reads nothing."""
         return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class MajorityClass(_Blind):
+    """Everybody has the class that most known users have; of equals, the first."""
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """The same for all."""
@@ -379,21 +383,10 @@ class MajorityClass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proportional:
+class Proportional(_Blind):
     """A class drawn for each client by the proportions of the known labels: APM's "Random Attack"."""
 
     seed: int = 0
-
-    vantage: ClassVar[type[Server]] = Server
-    question: ClassVar[type[WhichAttribute]] = WhichAttribute
-
-    def init(self, knowledge: Knowledge) -> State:
-        """It keeps nothing."""
-        return {}
-
-    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
-        """It reads nothing."""
-        return state
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """The drawn class of each client."""
