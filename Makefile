@@ -38,8 +38,10 @@ types: $(READY)  ## mypy --strict
 docs-check: $(READY)  ## Links, commands and the module tree in the documentation
 	$(BIN)/pytest -q tests/test_docs.py
 
-bench: $(READY)  ## Benchmarks of engine and data: rates, seconds, peak memory, to the terminal and benchmarks/out/
+bench: $(READY)  ## Benchmarks of engine, noise and data: rates, seconds, peak memory, to the terminal and benchmarks/out/
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/feature_gcn.py
+	$(BIN)/python benchmarks/draws.py
 	$(BIN)/python benchmarks/data.py
 
 bench-scale: $(READY)  ## Cost and memory from 1,000 to 100,000 clients: table and plot (minutes)

@@ -1,0 +1,81 @@
+"""How APM's cells are measured: who is known and who is graded, what each ask gives, on few rounds of the real data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recleak.data.features import classes_of
+from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian
+from recleak.errors import ConfigError, NotFoundError
+from recleak.papers import apm
+
+RUN: dict[str, apm.Scalar] = {"data": "ml-100k", "preset": "apm", "model": "feature-gcn", "factors": 8}
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch, data: Callable[[str], Path]) -> None:
+    data("ml-100k")
+    monkeypatch.setattr(apm, "ROUNDS", {"ml-100k": 2})
+    monkeypatch.setattr(apm, "SHARE", {"ml-100k": 0.1})
+
+
+def test_known_users_are_among_the_attacked_and_nested() -> None:
+    made = apm.setting({**RUN, "defense": "none"}, "as-written", 0)
+    few, more = made.known(0.1), made.known(0.2)
+    assert len(made.attacked) == 94
+    assert [len(few), len(more)] == [9, 19]
+    assert set(few) < set(more) < set(made.attacked)
+    shown = made.knowledge("gender", 0.1).public["labels of gender"].numpy()
+    assert np.array_equal(np.flatnonzero(shown >= 0), np.sort(few))
+    assert np.array_equal(shown[few], classes_of(made.train, "gender")[0][few])
+
+
+def test_variants_read_the_paper_as_it_says_twice() -> None:
+    written, section = (
+        apm.setting({**RUN, "defense": "apm"}, variant, 0).defense for variant in ("as-written", "section-5.7")
+    )
+    assert isinstance(written, AdaptiveNoise)
+    assert isinstance(section, AdaptiveNoise)
+    parts = ("user.encoder", "item", "head.1.weight", "head.2.weight")
+    assert [written.epsilon(part) for part in parts] == [30, 40, 50, 60]
+    assert [section.epsilon(part) for part in parts] == [30, 60, 40, 50]
+    assert [written.moment, section.moment] == ["epoch", "upload"]
+    laplace, gauss = (
+        apm.setting({**RUN, "defense": name}, "as-written", 0).defense for name in ("fednews", "gaussian")
+    )
+    assert isinstance(gauss, BoundedGaussian)
+    assert laplace.noise("item") == pytest.approx(gauss.noise("item"))
+    with pytest.raises(NotFoundError, match="Unknown defense 'amp'"):
+        apm.setting({**RUN, "defense": "amp"}, "as-written", 0)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("defense", ["none", "apm", "f-gerai"])
+def test_every_ask_has_its_answer(defense: str) -> None:
+    who: dict[str, apm.Scalar] = {"attribute": "gender", "zeta": 0.2}
+    asks: list[dict[str, apm.Scalar]] = [
+        {"measure": "utility"},
+        {"attack": "aia", "part": "full", **who},
+        {"attack": "svc", "part": "user", **who},
+        {"attack": "gbt", "part": "full", "uploads": "all", "noise": "known", **who},
+        *({"attack": name, **who} for name in ("exact", "chain", "random", "proportional", "majority", "interactions")),
+    ]
+    found = list(apm.measure({**RUN, "defense": defense}, asks, variant="as-written", seed=0, threads=1))
+    assert len(found) == len(asks)
+    assert set(found[0].metrics) == {"hit@20"}
+    for one in found[1:]:
+        assert set(one.metrics) == {"macro-f1", "micro-f1", "auc"}
+        assert {len(values) for values in one.metrics.values()} == {94 - 19}
+    auc = {str(ask.get("attack")): one.metrics["auc"].mean() for ask, one in zip(asks[1:], found[1:], strict=True)}
+    assert auc["majority"] == 0.5
+    if defense == "none":
+        assert auc["exact"] > 0.99
+
+
+def test_an_unknown_ask_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected measure utility, or a known attack"):
+        next(apm.measure({**RUN, "defense": "none"}, [{"attack": "x"}], variant="as-written", seed=0, threads=1))
