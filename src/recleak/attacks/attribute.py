@@ -97,8 +97,14 @@ def by_learner(
 class _RowPerClient:
     """Attacks that keep one row for each client. A fold adds or replaces the rows of a message, and copies no other."""
 
+    rounds: Rounds = "all"
+
     vantage: ClassVar[type[Server]] = Server
     question: ClassVar[type[WhichAttribute]] = WhichAttribute
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rounds, int) and self.rounds not in ("last", "all"):
+            raise ConfigError(f"rounds is {self.rounds!r}, expected 'last', 'all' or the number of a round.")
 
     def init(self, knowledge: Knowledge) -> State:
         """Nobody was seen."""
@@ -117,10 +123,10 @@ class _RowPerClient:
         return {**state, **new, "participations": seen}
 
     def _counts(self, round: int) -> bool:
-        return True
+        return self.rounds in ("last", "all", round)
 
     def _adds(self) -> bool:
-        return True
+        return self.rounds == "all"
 
     def _rows(self, knowledge: Knowledge, update: Update) -> Tensor:
         raise NotImplementedError
@@ -161,7 +167,6 @@ class FromUpdates(_RowPerClient):
 
     learner: Learner = field(default_factory=Network)
     parts: tuple[str, ...] = ()
-    rounds: Rounds = "all"
     summary: Summary = "raw"
     sketch: int | None = None
     noise: Literal["ignored", "known"] = "ignored"
@@ -170,8 +175,7 @@ class FromUpdates(_RowPerClient):
     def __post_init__(self) -> None:
         if self.noise not in ("ignored", "known"):
             raise ConfigError(f"noise is {self.noise!r}, expected 'ignored' or 'known'.")
-        if not isinstance(self.rounds, int) and self.rounds not in ("last", "all"):
-            raise ConfigError(f"rounds is {self.rounds!r}, expected 'last', 'all' or the number of a round.")
+        super().__post_init__()
         if self.summary not in get_args(Summary):
             raise ConfigError(f"summary is {self.summary!r}, expected one of {', '.join(get_args(Summary))}.")
         if self.sketch is not None and self.sketch < 1:
@@ -188,12 +192,6 @@ class FromUpdates(_RowPerClient):
         if self._adds():
             rows = rows / state["participations"][client].unsqueeze(1)
         return by_learner(knowledge, question, client, rows, self.learner, self.seed)
-
-    def _counts(self, round: int) -> bool:
-        return self.rounds in ("last", "all", round)
-
-    def _adds(self) -> bool:
-        return self.rounds == "all"
 
     def _rows(self, knowledge: Knowledge, update: Update) -> Tensor:
         pieces = []
@@ -280,6 +278,7 @@ class KnownColumns(_RowPerClient):
     reading: Reading = "rank one"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.reading not in get_args(Reading):
             raise ConfigError(f"reading is {self.reading!r}, expected one of {', '.join(get_args(Reading))}.")
 

@@ -227,11 +227,10 @@ def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, A
     if ask.get("measure") == "utility":
         return
     name = str(ask.get("attack"))
+    every, last = ask.get("uploads") == "all", made.protocol.rounds - 1
     if name in _LEARNERS:
         part = str(ask.get("part", "full"))
         parts = () if part == "full" else (part,)
-        every = ask.get("uploads") == "all"
-        last = made.protocol.rounds - 1
         yield (
             _key(ask),
             FromUpdates(
@@ -242,7 +241,7 @@ def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, A
             ),
         )
     elif name == "exact":
-        yield _key(ask), KnownColumns()
+        yield _key(ask), KnownColumns(rounds="all" if every else last)
     elif name == "chain":
         yield _key(ask), ThroughItems()
     elif name not in (*_GUESSES, "interactions"):
@@ -252,7 +251,7 @@ def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, A
 def _key(ask: Mapping[str, Scalar]) -> str:
     name = str(ask["attack"])
     words = [str(ask.get(*option)) for option in (("part", "full"), ("uploads", "last"), ("noise", "ignored"))]
-    return " ".join(words) if name in _LEARNERS else name
+    return " ".join(["update" if name in _LEARNERS else name, *words])
 
 
 def _graded(made: Setting, ask: Mapping[str, Scalar], taps: Mapping[str, Listening[Any, Any]]) -> Measured:
