@@ -60,7 +60,12 @@ def test_own_items_are_the_truth_as_pairs() -> None:
 
 def test_pairs_seen() -> None:
     pairs = [(0, 3), (0, 99), (7, 0), (12, 41)]
-    seen = pairs_seen({"pair": torch.tensor([client * 100 + item for client, item in pairs])}, 100)
+    state = {"participations": torch.zeros(20, dtype=torch.int64)}
+    for client in (0, 7, 12):
+        state["participations"][client] = 1
+        state[f"items/{client}"] = torch.tensor([item for number, item in pairs if number == client])
+        state[f"odds/{client}"] = torch.zeros(len(state[f"items/{client}"]))
+    seen = pairs_seen(state, 100)
     assert list(zip(seen.client.tolist(), seen.item.tolist(), strict=True)) == pairs
 
 

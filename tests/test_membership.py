@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,6 +32,7 @@ from recleak.attacks.membership import (
     calibrated,
     chosen,
     expected_positives,
+    pairs_with_odds,
     places_within,
     whole,
 )
@@ -471,11 +471,11 @@ def folded(attack: FromUploads) -> State:
 
 def by_pair(state: State) -> tuple[dict[int, float], dict[int, float]]:
     """The sums over rounds of the odds of pairs, and of the expected own items of clients."""
-    sums: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
-    for total, key, value in zip(sums, ("pair", "client"), ("odds", "expected"), strict=True):
-        for name, number in zip(state[key].tolist(), state[value].tolist(), strict=True):
-            total[name] += number
-    return dict(sums[0]), dict(sums[1])
+    pair, odds = pairs_with_odds(state, ITEMS)
+    assert pair.tolist() == sorted(set(pair.tolist()))
+    seen = state["participations"].nonzero().squeeze(1)
+    expected = state["expected"][seen].tolist()
+    return dict(zip(pair.tolist(), odds.tolist(), strict=True)), dict(zip(seen.tolist(), expected, strict=True))
 
 
 def test_which_rounds_count() -> None:
@@ -497,7 +497,7 @@ def test_which_rounds_count() -> None:
         assert odds == pytest.approx(wanted_odds, rel=1e-4, abs=1e-5)
         assert expected == pytest.approx(wanted, rel=1e-5)
         reads = {client: len(rounds[which]) for client, rounds in times.items() if rounds}
-        assert Counter(state["client"].tolist()) == reads
+        assert dict(enumerate(state["participations"].tolist())) == {c: reads.get(c, 0) for c in range(USERS)}
 
 
 def test_an_answer_is_calibrated_and_zero_where_nothing_was_seen() -> None:
@@ -506,11 +506,11 @@ def test_an_answer_is_calibrated_and_zero_where_nothing_was_seen() -> None:
     state = folded(attack)
     every = torch.cartesian_prod(torch.arange(USERS), torch.arange(ITEMS))
     answer = attack.answer(knowledge, state, WhichItems(*every.unbind(1)))
-    seen = torch.isin(every[:, 0] * ITEMS + every[:, 1], state["pair"])
+    seen = torch.isin(every[:, 0] * ITEMS + every[:, 1], pairs_with_odds(state, ITEMS)[0])
     assert bool((answer[~seen] == 0).all())
     total = answer.reshape(USERS, ITEMS).sum(1)
-    for client in state["client"].unique().tolist():  # type: ignore[no-untyped-call]
-        mean = state["expected"][state["client"] == client].mean()
+    for client in state["participations"].nonzero().squeeze(1).tolist():
+        mean = state["expected"][client] / state["participations"][client]
         assert float(total[client]) == pytest.approx(float(mean), rel=1e-4)
 
 
@@ -525,7 +525,7 @@ def test_an_upload_without_its_broadcast_says_nothing() -> None:
     knowledge, messages = three_rounds()
     late = next(message for message in messages if isinstance(message, Upload))
     state = GradientAlignment(shadow_rows=0).fold(knowledge, GradientAlignment().init(knowledge), late)
-    assert len(state["pair"]) == 0
+    assert len(pairs_with_odds(state, ITEMS)[0]) == 0
 
 
 # --- shadow clients ---------------------------------------------------------------------------------------------------
@@ -846,6 +846,6 @@ def of_sums(model: Model) -> tuple[float, NDArray[np.float32], State]:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_sum_says_what_everybody_likes(model: str) -> None:
     found, answer, state = of_sums(MODELS[model])
-    assert len(state["client"]) == USERS
+    assert int((state["participations"] > 0).sum()) == USERS
     assert found > 0.9
     assert set(np.argsort(-answer)[:8].tolist()) == set(range(8))

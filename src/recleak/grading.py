@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.base import WhichItems
+from recleak.attacks.membership import pairs_with_odds
 from recleak.data.interactions import Interactions
 from recleak.errors import ConfigError
 from recleak.metrics.inference import (
@@ -44,7 +45,7 @@ class GradedItems:
 
 def pairs_seen(state: dict[str, Tensor], n_items: int) -> WhichItems:
     """The question about all pairs that an attack on uploads has evidence on (`attacks.membership.FromUploads`)."""
-    pair: Tensor = torch.unique(state["pair"])
+    pair, _ = pairs_with_odds(state, n_items)
     if not len(pair):
         raise ConfigError(
             "The attack has seen no upload, expected at least one.\n  Behind secure aggregation there are only sums: "

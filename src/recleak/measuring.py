@@ -211,14 +211,14 @@ class _Tap(Listening[Any, Any]):
         super().__init__(attack.vantage(), attack, made.knowledge(ask))
         self.failed: str | None = None  # why it could not go on
         role = "" if ask is None else ask.role
-        self._names = {part.name for part in made.components if role == "" or _has_role(part, role)}
+        self._names = {part.name for part in made.components if _has_role(part, role)} if role else None
 
     def receive(self, message: Message) -> None:
         """The message, with zeros for what is not listened to."""
-        if isinstance(message, Upload):
+        if isinstance(message, Upload) and (names := self._names) is not None:
 
             def keep(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
-                return tensor if name in self._names else torch.zeros_like(tensor)
+                return tensor if name in names else torch.zeros_like(tensor)
 
             message = replace(message, update=message.update.map(keep))
         if self.failed is None:

@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import pydantic
 import torch
@@ -54,6 +55,16 @@ class Tap(Protocol):
         ...
 
 
+_COPIES: WeakKeyDictionary[Message, Message] = WeakKeyDictionary()
+
+
+def _through_bytes(message: Message) -> Message:
+    """A copy that was bytes; one for all who listen to the message, as long as the message itself is there."""
+    if message not in _COPIES:
+        _COPIES[message] = decode(encode(message))
+    return _COPIES[message]
+
+
 class Listening(Generic[M, Q]):
     """An attack that folds over what a vantage point delivers.
 
@@ -72,7 +83,7 @@ class Listening(Generic[M, Q]):
         """Folds over the message, if the vantage point sees it."""
         if (seen := self.vantage.sees(message)) is None:
             return
-        if (copy := self.vantage.sees(decode(encode(seen)))) is not None:
+        if (copy := self.vantage.sees(_through_bytes(seen))) is not None:
             self._state = self.attack.fold(self.knowledge, self._state, copy)
 
     def answer(self, question: Q) -> Tensor:

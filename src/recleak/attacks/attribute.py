@@ -24,7 +24,7 @@ from recleak import random
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
 from recleak.attacks.learners import Learner, Logistic, Network, Preparation
-from recleak.attacks.membership import FromUploads
+from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.errors import ConfigError
 from recleak.models.components import Component
 from recleak.update import Update
@@ -345,7 +345,7 @@ class ThroughItems:
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Probabilities of items, then of classes."""
-        pair = torch.unique(state["pair"])
+        pair, _ = pairs_with_odds(state, knowledge.n_items)
         client, item = pair // knowledge.n_items, pair % knowledge.n_items
         chance = self.membership.answer(knowledge, state, WhichItems(client, item)).float()
         seen, place = torch.unique(client, return_inverse=True)

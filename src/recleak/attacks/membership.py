@@ -9,6 +9,7 @@ Axis letters: C clients, N item rows of all clients, I items, n pairs of a clien
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import expm1, log1p
 from typing import ClassVar, Literal, get_args
@@ -32,6 +33,7 @@ _LINEAR = 12.0  # odds far above count by their logarithm
 _LEAST = 1e-30  # the probability of a pair that was seen; 0 is for those that were not
 _STARTS = 3  # of k-means; the one with the lowest SSE counts
 _RECEIVED = "received/"  # before the names of the broadcast's components in the state
+_ITEMS, _ODDS = "items/", "odds/"  # before the number of a client: its rows' items, i64[n], ascending; log odds, f32[n]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +56,8 @@ class Evidence:
     def init(self, knowledge: Knowledge) -> State:
         """No evidence yet."""
         return {
-            "client": torch.empty(0, dtype=torch.int64),  # i64[A]: those attacked so far, once for every round
-            "expected": torch.empty(0),  # f32[A]: how many own items there are among their rows
-            "pair": torch.empty(0, dtype=torch.int64),  # i64[n]: client * I + item, once for every round
-            "odds": torch.empty(0),  # f32[n]
+            "participations": torch.zeros(knowledge.n_users, dtype=torch.int64),  # rounds that counted
+            "expected": torch.zeros(knowledge.n_users),  # how many own items there are, summed over them
         }
 
     def _remember(self, state: State, broadcast: Broadcast) -> State:
@@ -70,23 +70,33 @@ class Evidence:
         if self.round is not None and round != self.round:
             return client.new_empty(0)
         if self.participation == "first":
-            return torch.isin(client, state["client"]).logical_not().nonzero().squeeze(1)
+            return (state["participations"][client] == 0).nonzero().squeeze(1)
         return torch.arange(len(client))
 
-    def _append(
-        self, state: State, client: Tensor, expected: Tensor, pair: Tensor, odds: Tensor, n_items: int
+    def _with(
+        self, state: State, client: Tensor, expected: Tensor, items: Sequence[Tensor], odds: Sequence[Tensor]
     ) -> State:
-        """The state with new evidence; of the last participation only, if that is what counts."""
-        old = _without(state, client, n_items) if self.participation == "last" else state
-        new = {"client": client, "expected": expected, "pair": pair, "odds": odds}
-        return {**old, **{name: torch.cat([old[name], value]) for name, value in new.items()}}
+        """The state with the evidence of a round: that of several rounds adds up, or the last one takes the place.
+
+        Evidence is kept client by client, so a round costs what it brings, and memory what distinct pairs take.
+        """
+        new = {}
+        for number, item, found in zip(client.tolist(), items, odds, strict=True):
+            if self.participation == "all" and _ITEMS + str(number) in state:
+                item, found = _added(state[_ITEMS + str(number)], state[_ODDS + str(number)], item, found)
+            new[_ITEMS + str(number)], new[_ODDS + str(number)] = item, found
+        count, sums = state["participations"].clone(), state["expected"].clone()
+        if self.participation != "all":
+            count[client], sums[client] = 0, 0
+        count[client] += 1
+        sums[client] += expected
+        return {**state, **new, "participations": count, "expected": sums}
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         """Probabilities that add up, client by client, to the expected number of own items; 0 for what was not seen."""
-        client, who = torch.unique(state["client"], return_inverse=True)
-        expected = _sums(state["expected"], who, len(client)) / _sums(torch.ones_like(who), who, len(client))
-        pair, which = torch.unique(state["pair"], return_inverse=True)
-        odds = _sums(state["odds"], which, len(pair))  # independent evidence of several rounds adds up
+        client = state["participations"].nonzero().squeeze(1)
+        expected = state["expected"][client] / state["participations"][client]
+        pair, odds = pairs_with_odds(state, knowledge.n_items)
         chance = calibrated(odds, torch.searchsorted(client, pair // knowledge.n_items), expected)
         asked = question.client * knowledge.n_items + question.item
         place = torch.searchsorted(pair, asked)
@@ -117,8 +127,9 @@ class FromUploads(Evidence):
         if not received or not len(update.item):
             return state
         odds, expected = self.evidence(knowledge, received, update, message.round)
-        pair = update.client[update.owner] * knowledge.n_items + update.item
-        return self._append(state, update.client, expected, pair, odds, knowledge.n_items)
+        count = update.offset.diff().tolist()
+        items, each = (tuple(part.clone() for part in torch.split(tensor, count)) for tensor in (update.item, odds))
+        return self._with(state, update.client, expected, items, each)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +161,8 @@ class FromSums(Evidence):
         if not received or not len(client) or not len(mean.item):
             return state
         odds, expected = self.evidence(knowledge, received, mean, len(message.client), message.round)
-        pair = (client.unsqueeze(1) * knowledge.n_items + mean.item).flatten()
-        n, n_items = len(client), knowledge.n_items
-        return self._append(state, client, expected.repeat(n), pair, odds.repeat(n), n_items)
+        n = len(client)
+        return self._with(state, client, expected.repeat(n), (mean.item,) * n, (odds,) * n)
 
 
 def _received(state: State) -> Params:
@@ -175,19 +185,20 @@ def _mean_of(knowledge: Knowledge, message: Aggregate) -> Update:
     )
 
 
-def _sums(values: Tensor, place: Tensor, size: int) -> Tensor:
-    return torch.zeros(size).index_add_(0, place, values.float())
+def _added(item: Tensor, odds: Tensor, more: Tensor, odds_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Evidence of two rounds on the items of a client, each ascending: i64[n] and f32[n], i64[m] and f32[m]."""
+    if torch.equal(item, more):
+        return item, odds + odds_more
+    both, place = torch.unique(torch.cat([item, more]), return_inverse=True)
+    return both, torch.zeros(len(both)).index_add_(0, place, torch.cat([odds, odds_more]))
 
 
-def _without(state: State, client: Tensor, n_items: int) -> State:
-    """The state without the evidence on some clients."""
-    stays = torch.isin(state["client"], client).logical_not()
-    pairs = torch.isin(state["pair"] // n_items, client).logical_not()
-    return {
-        **state,
-        **{name: state[name][stays] for name in ("client", "expected")},
-        **{name: state[name][pairs] for name in ("pair", "odds")},
-    }
+def pairs_with_odds(state: State, n_items: int) -> tuple[Tensor, Tensor]:
+    """All pairs that there is evidence on, client * I + item, ascending, i64[n], and their log odds, f32[n]."""
+    client = state["participations"].nonzero().squeeze(1).tolist()
+    pair = [number * n_items + state[_ITEMS + str(number)] for number in client]
+    odds = [state[_ODDS + str(number)] for number in client]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *pair]), torch.cat([torch.empty(0), *odds])
 
 
 def calibrated(odds: Tensor, owner: Tensor, expected: Tensor) -> Tensor:
@@ -384,7 +395,8 @@ class KMeans(FromUploads):
                 error = error / np.bincount(label, minlength=2).clip(1)
             claimed[low:high] = label == error.argmin()
         claim = torch.from_numpy(claimed)
-        return torch.where(claim, SURE, -SURE), _sums(claim.float(), update.owner, update.n_clients)
+        count = torch.zeros(update.n_clients).index_add_(0, update.owner, claim.float())
+        return torch.where(claim, SURE, -SURE), count
 
 
 def _clustered(points: NDArray[np.float64], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
