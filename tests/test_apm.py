@@ -11,6 +11,7 @@ import pytest
 from recleak.data.features import classes_of
 from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian
 from recleak.errors import ConfigError, NotFoundError
+from recleak.models.components import FanIn, Normal
 from recleak.papers import apm
 
 RUN: dict[str, apm.Scalar] = {"data": "ml-100k", "preset": "apm", "model": "feature-gcn", "factors": 8}
@@ -53,6 +54,44 @@ def test_variants_read_the_paper_as_it_says_twice() -> None:
         apm.setting({**RUN, "defense": "amp"}, "as-written", 0)
 
 
+def test_what_the_paper_leaves_open_can_be_changed() -> None:
+    taken = apm.setting({**RUN, "defense": "none"}, "as-written", 0)
+    changed: dict[str, apm.Scalar] = {"rounds": 5, "negatives": 1, "initial": "normal"}
+    other = apm.setting({**RUN, "defense": "none", **changed}, "as-written", 0)
+    assert [made.protocol.rounds for made in (taken, other)] == [2, 5]
+    assert [made.protocol.local.negatives for made in (taken, other)] == [4, 1]
+    assert [made.protocol.local.optimizer.learning_rate for made in (taken, other)] == [0.032, 0.001]
+    heads = [{part.name: part.init for part in made.model.components()}["head.1.weight"] for made in (taken, other)]
+    assert heads == [FanIn(), Normal(1.0)]
+
+
+def test_the_ledger_of_noise_on_every_number() -> None:
+    made = apm.setting({**RUN, "defense": "fixrec-max"}, "as-written", 0)
+    spent = {name: float(value[0]) for name, value in apm._spent(made).items()}
+    numbers = sum(part.size * (1682 if part.storage == "per_item" else 1) for part in made.model.components())
+    assert spent["number"] == pytest.approx(30)
+    assert spent["upload"] == pytest.approx(30 * numbers)
+    assert spent["upload-busiest"] == pytest.approx(2 * 30 * numbers)  # of two rounds, somebody is in both
+
+
+def test_another_round_can_be_attacked() -> None:
+    who: dict[str, apm.Scalar] = {"attribute": "gender", "zeta": 0.2}
+    asks: list[dict[str, apm.Scalar]] = [
+        {"measure": "validation"},
+        {"attack": "exact", **who},
+        {"attack": "exact", "round": "first", **who},
+    ]
+    run = {**RUN, "defense": "none"}
+    made = apm.setting(run, "as-written", 0)
+    first = apm._at(made, asks[2])
+    assert [made.round, first.round] == [1, 0]
+    assert not np.array_equal(made.attacked, first.attacked)
+    valid, last, early = apm.measure(run, asks, variant="as-written", seed=0, threads=1)
+    assert valid.metrics["hit@20"].shape == (943,)
+    assert last.metrics["auc"].mean() > 0.99
+    assert early.metrics["auc"].mean() > 0.99
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("defense", ["none", "apm", "f-gerai"])
 def test_every_ask_has_its_answer(defense: str) -> None:
@@ -77,5 +116,5 @@ def test_every_ask_has_its_answer(defense: str) -> None:
 
 
 def test_an_unknown_ask_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected measure utility, or a known attack"):
+    with pytest.raises(ConfigError, match="expected measure utility, validation or ledger, or an attack"):
         next(apm.measure({**RUN, "defense": "none"}, [{"attack": "x"}], variant="as-written", seed=0, threads=1))

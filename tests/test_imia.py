@@ -120,8 +120,28 @@ def test_the_number_of_clients_in_a_sum_counts_not_the_new_ones() -> None:
             return torch.zeros(len(mean.item)), torch.ones(1)
 
     made = imia.setting({**RUN, "clients": 60}, "as-written", 0)
-    imia._train(made, [imia._Timed(Counting(), made.knowledge())], 1, False)
+    imia._train(made, [imia._Timed(made, Counting(), made.knowledge())], 1, False)
     assert heard == [60, 60]
+
+
+def test_of_many_users_some_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = imia.setting({**RUN, "clients": 60}, "as-written", 0)
+    everybody = imia._tap(made, {"attack": "projection"})
+    imia._train(made, [everybody], 1, False)
+    monkeypatch.setattr(imia, "ATTACKED", 40)
+    made = imia.setting({**RUN, "clients": 60}, "as-written", 0)
+    some, flips = imia._tap(made, {"attack": "projection"}), imia._tap(made, {"measure": "flip"})
+    imia._train(made, [some, flips], 1, False)
+    attacked = set(np.flatnonzero(made.attacked).tolist())
+    assert len(attacked) == 40
+    whole, part = everybody.state(), some.state()
+    tried = {name for name in part if name.startswith(("items/", "odds/"))}
+    assert {int(name.partition("/")[2]) for name in tried} == attacked & {
+        int(name.partition("/")[2]) for name in whole if name.startswith("items/")
+    }
+    assert all(torch.equal(whole[name], part[name]) for name in tried)
+    assert isinstance(flips, imia._FlipOne)
+    assert flips.done <= attacked
 
 
 def test_the_default_attack_knows_the_defense() -> None:

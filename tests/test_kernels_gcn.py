@@ -16,6 +16,7 @@ from torch import Tensor
 from recleak import kernels_gcn
 from recleak.defenses.base import Chain, Defense
 from recleak.defenses.clipping import ClipByNorm
+from recleak.defenses.functional_mechanism import FunctionalMechanism
 from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.proximal import Proximal
 from recleak.models.base import Batch, Params
@@ -252,15 +253,33 @@ def test_any_cohort(data: LocalData, model: FeatureGCN, defense: Defense, batch_
     assert_same(one, other)
 
 
+POLYNOMIALS: dict[str, Defense] = {
+    "step": FunctionalMechanism(20.0, 40),
+    "never": FunctionalMechanism(20.0, 40, redraw="never"),
+    "named": FunctionalMechanism(20.0, 40, weight="head.3.weight"),
+    "in a chain": Chain((BlurredFeatures(), FunctionalMechanism(20.0, 40), NoisyEpochs())),
+}
+
+
+@pytest.mark.parametrize("defense", POLYNOMIALS)
+def test_random_polynomials(defense: str, calls: list[tuple[int, int]]) -> None:
+    model, training = replace(GCN, hidden=(7, 5), bounded=True), replace(SMALL, loss="taylor")
+    compare(model, training, POLYNOMIALS[defense], rounds=2)
+    assert calls == 2 * [(0, 1), (1, 2), (2, 3)]
+
+
 # --- a client by itself -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [GCN, FeatureGCN(FEATURES, 8, (16, 7), dense_init=FanIn())], ids=["odd", "even"])
 @pytest.mark.parametrize("batch_size", [8, None])
-@pytest.mark.parametrize("defense", [Defense(), NoisyEpochs()], ids=["plain", "hook"])
+@pytest.mark.parametrize(
+    "defense", [Defense(), NoisyEpochs(), FunctionalMechanism(20.0, 40)], ids=["plain", "hook", "polynomial"]
+)
 def test_no_bit_depends_on_the_others(
     defense: Defense, batch_size: int | None, model: FeatureGCN, calls: list[tuple[int, int]]
 ) -> None:
+    model = replace(model, bounded=isinstance(defense, FunctionalMechanism))
     task, everyone = task_of(model, replace(SMALL, batch_size=batch_size), defense), np.arange(24)
     whole = visits(train, task, ragged(), everyone)[0]
     assert calls
@@ -323,6 +342,8 @@ class Reversed(FeatureGCN):
         (GCN, replace(SMALL, optimizer=SGD(0.1, weight_decay=0.1)), Defense()),
         (GCN, SMALL, Proximal(0.2, "squared")),
         (GCN, SMALL, ScaledGradients()),
+        (replace(GCN, bounded=True), SMALL, Chain((FunctionalMechanism(20.0, 40), FunctionalMechanism(20.0, 40)))),
+        (replace(GCN, bounded=True), SMALL, FunctionalMechanism(20.0, 40, weight="head.1.weight")),
     ],
     ids=str,
 )

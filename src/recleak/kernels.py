@@ -43,6 +43,17 @@ def free_items(gaps: I64, indptr: I64, user: I64, rank: I64, n_items: int, out: 
 
 
 @compiled
+def fold_rows(rows: F32, owner: I64, item: I64, place: I64, sign: F32, out: F32) -> None:
+    """Add the rows f32[N, d] of clients i64[N] and items i64[N] to f32[C, S], each coordinate to its place i64[I, d],
+    with its sign f32[I, d].
+    """
+    for n in range(rows.shape[0]):
+        mine, where, factor = out[owner[n]], place[item[n]], sign[item[n]]
+        for j in range(rows.shape[1]):
+            mine[where[j]] += factor[j] * rows[n, j]
+
+
+@compiled
 def settle_and_read(
     table: F32,  # f32[N, 3, d]: value, first and second moment of each row
     last: I64,  # i64[N]: the step after which each row is up to date; -1 if it was never read: it has no moments yet

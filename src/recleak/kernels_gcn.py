@@ -36,6 +36,10 @@ def feature_gcn_epochs(
     widths: I64,  # i64[L + 1]: 2 d, the widths of the hidden layers, 1
     taylor: bool,  # the loss is cross-entropy to second order
     bounded: bool,  # the input of the last layer is clamped to [0, 1]
+    polynomial_scale: float,  # of random terms of the loss, scale (n1 . h + sum over m <= l of N2_ml h_m h_l); 0: none
+    polynomial_offset: I64,  # i64[C]: the place of each client's first step in this call
+    linear: F32,  # f32[T, m]: n1 of each step, for the weights h of the last layer
+    square: F32,  # f32[T, m, m]: N2
     loss: NDArray[np.float64],  # f64[C], added to: the sum over steps
 ) -> None:
     """Some epochs of all clients, one client after the other, so that its rows and parameters stay in the cache.
@@ -51,6 +55,8 @@ def feature_gcn_epochs(
     total, drift = np.empty(d, np.float32), np.empty(d, np.float32)
     mean, joined, user = np.empty(d, np.float32), np.empty(d, np.float32), np.empty(d, np.float32)
     slope, slope_before = np.empty(d, np.float32), np.empty(d, np.float32)
+    kernel = _HEAD + 2 * (widths.shape[0] - 2)  # the part that h is
+    bend = np.zeros(widths[-2], np.float32)  # the gradient of the random terms
     for c in range(per_epoch.shape[0]):
         mine, x = params[c], features[c]
         encoder = mine[starts[_ENCODER] : starts[_ENCODER + 1]].reshape(x.shape[0], d)
@@ -78,6 +84,10 @@ def feature_gcn_epochs(
                 _add_product(joined, output, user)
                 for j in range(d):
                     user[j] = max(user[j], np.float32(0))
+                if polynomial_scale > 0:
+                    at = polynomial_offset[c] + step - first * per_epoch[c]
+                    h = mine[starts[kernel] : starts[kernel + 1]]
+                    _polynomial_gradient(polynomial_scale, linear[at], square[at], h, bend)
                 loss[c] += _head(
                     mine,
                     starts,
@@ -89,6 +99,7 @@ def feature_gcn_epochs(
                     weight[step, c],
                     taylor,
                     bounded,
+                    bend,
                     scratch,
                     slope,
                     item_gradient[:n],
@@ -190,6 +201,7 @@ def _head(
     weight: F32,  # f32[B]
     taylor: bool,
     bounded: bool,
+    bend: F32,  # f32[m]: what is added to the gradient of the last layer's weights
     scratch: tuple[I64, F32, F32, F32, F32],
     user_gradient: F32,  # f32[d], written
     item_gradient: F32,  # f32[n, d], written
@@ -227,6 +239,7 @@ def _head(
         weight,
         taylor,
         bounded,
+        bend,
         weight_gradient[:m],
         here,
         summed[:m],
@@ -263,6 +276,7 @@ def _score(
     weight: F32,
     taylor: bool,
     bounded: bool,
+    bend: F32,  # f32[m]
     kernel_gradient: F32,  # f32[m], scratch
     back: F32,  # f32[n, m], written: the gradient with respect to the inputs
     summed: F32,  # f32[m], written: its sum
@@ -270,7 +284,7 @@ def _score(
     """The last layer and the weighted loss: cross-entropy, or with `taylor` log 2 + (1/2 - r) s + s^2 / 8."""
     zero, one = np.float32(0), np.float32(1)
     m = inputs.shape[1]
-    kernel_gradient[:] = zero
+    kernel_gradient[:] = bend
     summed[:] = zero
     shift = bias[0] if bias.shape[0] else zero
     ceiling = one if bounded else np.float32(np.inf)
@@ -299,6 +313,20 @@ def _score(
     if bias.shape[0]:
         bias[0] -= np.float32(rates[1]) * bias_gradient
     return loss
+
+
+@compiled
+def _polynomial_gradient(scale: float, linear: F32, square: F32, h: F32, out: F32) -> None:
+    """Of scale (n1 . h + sum over m <= l of N2_ml h_m h_l) with respect to h; f32[m], f32[m, m], f32[m], f32[m]."""
+    out[:] = linear
+    for i in range(h.shape[0]):
+        through = np.float32(0)
+        for j in range(i, h.shape[0]):
+            through += square[i, j] * h[j]
+            out[j] += square[i, j] * h[i]
+        out[i] += through
+    for i in range(h.shape[0]):
+        out[i] *= np.float32(scale)
 
 
 @compiled

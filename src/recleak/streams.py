@@ -91,11 +91,11 @@ class Streams:
 
     def normal_like(self, update: Update, name: str) -> Tensor:
         """Standard normal numbers for every coordinate of a component, keyed by client and item."""
-        return self.normal(name, *_rows(update, name))
+        return self.normal(name, *places(update, name), _shape(update, name))
 
     def laplace_like(self, update: Update, name: str) -> Tensor:
         """Laplace numbers of scale 1 for every coordinate of a component, keyed by client and item."""
-        return self.laplace(name, *_rows(update, name))
+        return self.laplace(name, *places(update, name), _shape(update, name))
 
     def add_normal(self, out: Tensor, scale: float, purpose: str, position: Tensor, row: Tensor) -> None:
         """Add scale times what `normal` draws, in place and without a second array, to f32[n, *shape]."""
@@ -163,12 +163,17 @@ def _from_os(kind: str, count: int) -> NDArray[np.float32]:
     return drawn
 
 
-def _rows(update: Update, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """The position and row of each row of a component, and the shape of one row."""
+def places(update: Update, name: str) -> tuple[Tensor, Tensor]:
+    """The position and the row that the numbers of a component are drawn for, i64[n] each."""
     if name in update.rows:
-        return update.owner, update.item, tuple(update.rows[name].shape[1:])
+        return update.owner, update.item
     position = torch.arange(update.n_clients, device=update.client.device)
-    return position, torch.zeros_like(position), tuple(update.values[name].shape[1:])
+    return position, torch.zeros_like(position)
+
+
+def _shape(update: Update, name: str) -> tuple[int, ...]:
+    """Of one row of a component."""
+    return tuple((update.rows[name] if name in update.rows else update.values[name]).shape[1:])
 
 
 def _numpy(numbers: ArrayLike | Tensor) -> NDArray[np.int64]:

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recleak import random
+from recleak import kernels, random
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
 from recleak.attacks.learners import Learner, Logistic, Network, Preparation
 from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.errors import ConfigError
+from recleak.kernels import F32, I64
 from recleak.models.components import Component
 from recleak.update import Update
 from recleak.wire import Server, ServerMessage, Upload
@@ -189,10 +190,12 @@ class FromUpdates(_RowPerClient):
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Train on the known clients that were seen, predict the others."""
+        return by_learner(knowledge, question, *self.read(state), self.learner, self.seed)
+
+    def read(self, state: State) -> tuple[Tensor, Tensor]:
+        """The clients that were seen, i64[n], ascending, and what a learner reads of them, f32[n, p]."""
         client, rows = _seen(state)
-        if self._adds():
-            rows = rows / state["participations"][client].unsqueeze(1)
-        return by_learner(knowledge, question, client, rows, self.learner, self.seed)
+        return client, rows / state["participations"][client].unsqueeze(1) if self._adds() else rows
 
     def _rows(self, knowledge: Knowledge, update: Update) -> Tensor:
         pieces = []
@@ -216,9 +219,10 @@ class FromUpdates(_RowPerClient):
             table = rows.new_zeros(clients * update.n_items, width)
             return table.index_copy_(0, update.owner * update.n_items + update.item, rows).view(clients, -1)
         place, sign = _hashed(self.seed, name, update.n_items, width, self.sketch)
-        at = update.owner.unsqueeze(1) * self.sketch + place[update.item]
-        table = rows.new_zeros(clients * self.sketch)
-        return table.index_add_(0, at.flatten(), (rows * sign[update.item]).flatten()).view(clients, -1)
+        table = rows.new_zeros(clients, self.sketch)
+        where = (update.owner.numpy(), update.item.numpy(), place, sign)
+        kernels.fold_rows(rows.contiguous().numpy(), *where, table.numpy())
+        return table
 
 
 def _chosen(knowledge: Knowledge, parts: tuple[str, ...]) -> list[Component]:
@@ -249,12 +253,12 @@ def _along_mean(rows: Tensor, update: Update) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _hashed(seed: int, name: str, n_items: int, width: int, columns: int) -> tuple[Tensor, Tensor]:
+def _hashed(seed: int, name: str, n_items: int, width: int, columns: int) -> tuple[I64, F32]:
     """The column of the sketch i64[I, d] and the sign f32[I, d] of every coordinate of an item table."""
     item, coordinate = np.arange(n_items)[:, None], np.arange(width)
     place = random.below(columns, seed, f"sketch of {name}", item, coordinate)
     sign = 1 - 2 * random.below(2, seed, f"signs of {name}", item, coordinate)
-    return torch.from_numpy(place), torch.from_numpy(sign.astype(np.float32))
+    return place, sign.astype(np.float32)
 
 
 # --- the exact leak ---------------------------------------------------------------------------------------------------

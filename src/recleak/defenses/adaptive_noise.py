@@ -22,7 +22,7 @@ from recleak.defenses.noise import Rows
 from recleak.defenses.spending import NoisyValues, Spending
 from recleak.errors import ConfigError
 from recleak.models.components import Component, require_names
-from recleak.streams import Streams
+from recleak.streams import Streams, places
 from recleak.update import Update
 
 Moment = Literal["epoch", "upload"]
@@ -85,7 +85,8 @@ class _NoisyValues(Defense):
         """Of the last time, which alone is never clipped."""
         return self.spread * self.scale(component)
 
-    def _draw(self, update: Update, name: str, streams: Streams) -> Tensor:
+    def _add_noise(self, value: Tensor, name: str, streams: Streams, position: Tensor, row: Tensor) -> None:
+        """In place, to the rows of a component: `position` and `row` as in `Streams.uniform`."""
         raise NotImplementedError
 
     def _perturbed(self, moved: Update, streams: Streams) -> Update:
@@ -94,8 +95,8 @@ class _NoisyValues(Defense):
         def perturb(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
             start = received(moved, name)
             value = (tensor + start).clamp_(-self.bound, self.bound).sub_(start)
-            del start  # as large as the value, and so is the noise
-            return value.add_(self._draw(moved, name, streams).to(value.dtype), alpha=self.scale(name))
+            self._add_noise(value, name, streams, *places(moved, name))
+            return value
 
         return moved.map(perturb)
 
@@ -182,8 +183,8 @@ class AdaptiveNoise(_NoisyValues):
         """Laplace noise on clipped values."""
         return (NoisyValues(repr(self), "laplace", self.bound, self.scale, self.rows == "all", self.moment == "epoch"),)
 
-    def _draw(self, update: Update, name: str, streams: Streams) -> Tensor:
-        return streams.laplace_like(update, name)
+    def _add_noise(self, value: Tensor, name: str, streams: Streams, position: Tensor, row: Tensor) -> None:
+        streams.add_laplace(value, self.scale(name), name, position, row)
 
     def _last_layer(self) -> str | None:
         """The part that is the last layer of a head, if parts have layers."""
@@ -219,8 +220,8 @@ class BoundedGaussian(_NoisyValues):
             NoisyValues(repr(self), "gaussian", self.bound, self.scale, self.rows == "all", self.moment == "epoch"),
         )
 
-    def _draw(self, update: Update, name: str, streams: Streams) -> Tensor:
-        return streams.normal_like(update, name)
+    def _add_noise(self, value: Tensor, name: str, streams: Streams, position: Tensor, row: Tensor) -> None:
+        streams.add_normal(value, self.scale(name), name, position, row)
 
 
 def levels_from(leak: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from recleak.defenses.base import Defense, received
+from recleak.defenses.base import Chain, Defense, hooks, received
 from recleak.defenses.spending import NoGuarantee, Spending
 from recleak.errors import ConfigError
 from recleak.models.components import Component
@@ -80,19 +80,25 @@ class FunctionalMechanism(Defense):
         """The random polynomial, f32[C]."""
         if self.epsilon == inf:
             return None
-        name = self.weight or _last_weight(moved.values)
+        name = self.weight or last_weight(moved.values)
         h = (moved.values[name] + received(moved, name)).flatten(1)  # f32[C, d]
-        width, position = h.shape[1], torch.arange(moved.n_clients, device=h.device)
+        linear, square = (each.to(h) for each in self.coefficients(h.shape[1], streams))
+        products = square.triu() * h.unsqueeze(2) * h.unsqueeze(1)  # f32[C, d, d]: one for each monomial
+        return self.scale(h.shape[1]) * ((linear * h).sum(1) + products.sum((1, 2)))
+
+    def coefficients(self, width: int, streams: Streams) -> tuple[Tensor, Tensor]:
+        """The noise at one moment of each client but for its scale: n1, f32[C, d], and N2, f32[C, d, d], of which what
+        is on and above the diagonal counts.
+        """
         drawn = streams.lasting() if self.redraw == "never" else streams
-        linear = drawn.laplace("linear", position, torch.zeros_like(position), (width,)).to(h)
-        square = drawn.laplace("quadratic", position, torch.zeros_like(position), (width, width)).triu().to(h)
-        products = square * h.unsqueeze(2) * h.unsqueeze(1)  # f32[C, d, d]: one for each monomial, above the diagonal
-        return self.scale(width) * ((linear * h).sum(1) + products.sum((1, 2)))
+        position = torch.arange(streams.n_clients)
+        linear = drawn.laplace("linear", position, torch.zeros_like(position), (width,))
+        return linear, drawn.laplace("quadratic", position, torch.zeros_like(position), (width, width))
 
     def check_components(self, components: tuple[Component, ...]) -> None:
         """The head ends with weights that are sent, and without a bias."""
         named = {component.name: component for component in components}
-        name = self.weight or _last_weight(named)
+        name = self.weight or last_weight(named)
         bias = f"{name.removesuffix('weight')}bias"
         if bias in named:
             raise ConfigError(
@@ -116,12 +122,26 @@ class FunctionalMechanism(Defense):
         return (NoGuarantee(repr(self), why),)
 
 
+def random_polynomial(defense: Defense, streams: Streams) -> tuple[FunctionalMechanism, Streams] | None:
+    """The one mechanism that a defense's penalty consists of, and its part of the penalty's streams; else None.
+
+    A subclass may compute something else, so it is not it.
+    """
+    if type(defense) is Chain:
+        terms = [(number, part) for number, part in enumerate(defense.defenses) if "penalty" in hooks(part)]
+        if len(terms) != 1:
+            return None
+        number, part = terms[0]
+        return random_polynomial(part, streams.within(str(number)))
+    return (defense, streams) if type(defense) is FunctionalMechanism else None
+
+
 def sensitivity(width: int) -> float:
     """d + d^2 / 4: how far replacing one example moves the sums of n times the coefficients, at most (l1)."""
     return width + width**2 / 4
 
 
-def _last_weight(names: Iterable[str]) -> str:
+def last_weight(names: Iterable[str]) -> str:
     """The weight of the last layer of a head."""
     layers = {name: name.split(".") for name in names}
     heads = {

@@ -16,7 +16,7 @@ import torch
 from scipy import special
 from torch import Tensor
 
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Chain, Defense, hooks
 from recleak.defenses.spending import NoGuarantee, Spending
 from recleak.streams import Streams
 from recleak.update import Update
@@ -72,13 +72,16 @@ class ObjectivePerturbation(Defense):
         """The gradient plus eta_j / n in the row of every item j."""
         if self.epsilon == inf:
             return gradient
-        lasting = streams.lasting()
         noisy = {
-            name: rows + self.scale * _remembered(gradient, name, lasting).to(rows)
+            name: rows + self.vectors(gradient, name, streams)
             for name, rows in gradient.rows.items()
             if name in self.components
         }
         return replace(gradient, rows={**gradient.rows, **noisy})
+
+    def vectors(self, update: Update, name: str, streams: Streams) -> Tensor:
+        """eta_j / n for each row of an item table, f32[N, *shape]; `streams` are those that the hook gets."""
+        return self.scale * _remembered(update, name, streams.lasting()).to(update.rows[name])
 
     def component_names(self) -> Iterable[str]:
         """The item tables."""
@@ -92,6 +95,25 @@ class ObjectivePerturbation(Defense):
             "user vectors are trained and may be longer, every round tells more, and which items are touched shows."
         )
         return (NoGuarantee(repr(self), why),)
+
+
+def linear_terms(defense: Defense, streams: Streams) -> tuple[tuple[ObjectivePerturbation, Streams], ...] | None:
+    """The mechanisms that a defense's gradient hook consists of, each with its streams, without those that add nothing;
+    None if it has one of another kind.
+
+    `streams` are those that the hook gets. A subclass may compute something else, so it is of another kind.
+    """
+    if type(defense) is Chain:
+        terms: tuple[tuple[ObjectivePerturbation, Streams], ...] = ()
+        for position, part in enumerate(defense.defenses):
+            more = linear_terms(part, streams.within(str(position)))
+            if more is None:
+                return None
+            terms += more
+        return terms
+    if type(defense) is ObjectivePerturbation:
+        return ((defense, streams),) if defense.epsilon < inf else ()
+    return None if "gradient" in hooks(defense) else ()
 
 
 def radial(update: Update, name: str, streams: Streams) -> Tensor:

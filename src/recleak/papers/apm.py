@@ -20,8 +20,10 @@ What the paper leaves open, and what is taken here, the same for all methods:
     F1                      macro-F1; micro-F1 and AUC stand beside
     noise of FedNews        the same everywhere, Laplace of scale 0.025 (epsilon 40), clipped as APM's
     noise of FedRec-GN      Gaussian of the same variance
-    F-GERAI                 epsilon 20 on features, 0.4 in the loss, as its own paper has; F-GERAI-NL: the loss only
-    F-DPMF                  epsilon 0.4 in the objective
+    F-GERAI                 epsilon 20 on features, 0.4 in the loss, as its own paper has, with its number of examples:
+                            all interactions of the data set. With those of a client in its place the noise is some
+                            190 times as large, and training diverges in the first round. F-GERAI-NL: the loss only
+    F-DPMF                  epsilon 0.4 in the objective, for the examples of an average client
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from recleak import random
-from recleak.attacks.attribute import FromUpdates, KnownColumns, MajorityClass, Proportional, ThroughItems
+from recleak.accounting import ledger, participations
+from recleak.attacks.attribute import FromUpdates, KnownColumns, MajorityClass, Proportional, ThroughItems, by_learner
 from recleak.attacks.base import Knowledge, WhichAttribute
-from recleak.attacks.learners import Boosting, Learner, Logistic, Neighbors, Network, Preparation, Svc, Tree
+from recleak.attacks.learners import Boosting, Logistic, Neighbors, Network, Preparation, Prepared, Svc, Tree
 from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.source import open_data
@@ -54,7 +58,7 @@ from recleak.errors import ConfigError, unknown_name
 from recleak.metrics.linearized import auc_values, macro_f1_values
 from recleak.metrics.ranking import rank
 from recleak.models.base import Model
-from recleak.models.components import FanIn
+from recleak.models.components import FanIn, Normal
 from recleak.models.feature_gcn import FeatureGCN
 from recleak.models.lightgcn import LightGCN
 from recleak.models.mf import MF
@@ -62,12 +66,14 @@ from recleak.models.ncf import NCF
 from recleak.papers.reproduce import Measured
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.recording import Listening
+from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining
 from recleak.training.executor import InProcess
 from recleak.training.optimizers import SGD
 from recleak.utility import union
 
 VERSION = 2
+NEGATIVES = 4
 ROUNDS = {"ml-100k": 140, "ml-1m": 140}
 SHARE = {"ml-100k": 0.5, "ml-1m": 0.1}  # of the clients in a round (section 5.4)
 BATCH = 32
@@ -76,13 +82,14 @@ _SKETCH = 4096  # columns that item rows are folded into where uploads of many r
 _LOSS, _FEATURES = 0.4, 20.0  # GERAI's privacy parameters
 Scalar = str | int | float | bool
 
-_LEARNERS: dict[str, Callable[[], Learner]] = {
+_LEARNERS: dict[str, type[Prepared]] = {
     "aia": Network,
     "dt": Tree,
     "svc": Svc,
     "knn": Neighbors,
     "gbt": Boosting,
 }
+_OPTIONS = (("part", "full"), ("uploads", "one"), ("noise", "ignored"), ("round", "last"))  # of a reader of uploads
 _GUESSES = ("random", "proportional", "majority")
 
 
@@ -96,6 +103,7 @@ class Setting:
     protocol: Federated
     features: UserFeatures | None
     seed: int
+    round: int  # the attacked one
 
     @property
     def train(self) -> Interactions:
@@ -104,9 +112,9 @@ class Setting:
 
     @cached_property
     def attacked(self) -> NDArray[np.int64]:
-        """The participants of the last round, ascending."""
+        """The participants of the attacked round, ascending."""
         eligible = np.flatnonzero(self.train.activity).astype(np.int64)
-        return np.sort(self.protocol.participants(eligible, self.protocol.rounds - 1, self.seed))
+        return np.sort(self.protocol.participants(eligible, self.round, self.seed))
 
     def knowledge(self, attribute: str | None = None, zeta: float = 0.1) -> Knowledge:
         """What the curious server knows (section 3.3): of zeta of the attacked users also the attribute."""
@@ -136,19 +144,23 @@ def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
     split = leave_one_out(open_data(name, str(run["preset"])), by="time", seed=seed)
     defense = str(run["defense"])
     polynomial = defense.startswith("f-gerai")  # its loss, of a bounded input
+    literal = run.get("initial") == "normal"  # N(0, 1) for all; the mean over a batch, since the sum diverges
     model, features = _model(str(run["model"]), factors, split.train, bounded=polynomial)
+    if literal and isinstance(model, FeatureGCN):
+        model = replace(model, dense_init=Normal(1.0))
     everybody = int(np.count_nonzero(split.train.activity))
-    negatives = 4
+    negatives, rounds = int(run.get("negatives", NEGATIVES)), int(run.get("rounds", ROUNDS[name]))
     local = LocalTraining(
         epochs=5,
         batch_size=BATCH,
-        optimizer=SGD(0.001 * BATCH),
+        optimizer=SGD(0.001 if literal else 0.001 * BATCH),
         negatives=negatives,
         loss="taylor" if polynomial else "bce",
     )
-    protocol = Federated(rounds=ROUNDS[name], clients_per_round=round(SHARE[name] * everybody), local=local)
+    protocol = Federated(rounds=rounds, clients_per_round=round(SHARE[name] * everybody), local=local)
     examples = round(len(split.train) / everybody * (1 + negatives))  # of a client, on average
-    return Setting(split, model, _defense(defense, variant, examples, features), protocol, features, seed)
+    guard = _defense(defense, variant, len(split.train), examples, features)
+    return Setting(split, model, guard, protocol, features, seed, rounds - 1)
 
 
 def _model(name: str, factors: int, train: Interactions, *, bounded: bool) -> tuple[Model, UserFeatures | None]:
@@ -166,7 +178,7 @@ def _model(name: str, factors: int, train: Interactions, *, bounded: bool) -> tu
     return models[name](), None
 
 
-def _defense(name: str, variant: str, examples: int, features: UserFeatures | None) -> Defense:
+def _defense(name: str, variant: str, interactions: int, examples: int, features: UserFeatures | None) -> Defense:
     moment: Any = "upload" if variant == "section-5.7" else "epoch"
     levels: Any = "section" if variant == "section-5.7" else "equation"
 
@@ -181,8 +193,8 @@ def _defense(name: str, variant: str, examples: int, features: UserFeatures | No
         "fixrec-min": lambda: uniform(60.0),
         "fednews": lambda: uniform(1 / NOISE),
         "gaussian": lambda: BoundedGaussian(std=sqrt(2) * NOISE, moment=moment),
-        "f-gerai": lambda: Chain((PerturbedFeatures(_FEATURES, groups), FunctionalMechanism(_LOSS, examples))),
-        "f-gerai-nl": lambda: FunctionalMechanism(_LOSS, examples),
+        "f-gerai": lambda: Chain((PerturbedFeatures(_FEATURES, groups), FunctionalMechanism(_LOSS, interactions))),
+        "f-gerai-nl": lambda: FunctionalMechanism(_LOSS, interactions),
         "f-dpmf": lambda: ObjectivePerturbation(_LOSS, examples),
     }
     if name.startswith("uniform-"):
@@ -217,19 +229,23 @@ def measure(
         show_progress=False,
     )
     seconds = perf_counter() - start
+    prepared: dict[str, tuple[Tensor, Tensor]] = {}
     for ask in asks:
         if ask.get("measure") == "utility":
             yield Measured({"hit@20": _hit(made, trained)}, seconds=seconds)
+        elif ask.get("measure") == "validation":
+            yield Measured({"hit@20": rank(trained, made.train, made.split.valid).hit(20)}, seconds=seconds)
+        elif ask.get("measure") == "ledger":
+            yield Measured(_spent(made), seconds=0.0)
         else:
-            yield _graded(made, ask, taps)
+            yield _graded(_at(made, ask), ask, taps, prepared)
 
 
 def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, Any]]:
     """What has to listen for an ask; learners that read the same share it."""
-    if ask.get("measure") == "utility":
+    if ask.get("measure") in ("utility", "validation", "ledger"):
         return
-    name = str(ask.get("attack"))
-    every, last = ask.get("uploads") == "all", made.protocol.rounds - 1
+    name, every, attacked = str(ask.get("attack")), ask.get("uploads") == "all", _at(made, ask).round
     if name in _LEARNERS:
         part = str(ask.get("part", "full"))
         parts = () if part == "full" else (part,)
@@ -237,33 +253,54 @@ def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, A
             _key(ask),
             FromUpdates(
                 parts=parts,
-                rounds="all" if every else last,
+                rounds="all" if every else attacked,
                 sketch=_SKETCH if every else None,
                 noise="known" if ask.get("noise") == "known" else "ignored",
             ),
         )
     elif name == "exact":
-        yield _key(ask), KnownColumns(rounds="all" if every else last)
+        yield _key(ask), KnownColumns(rounds="all" if every else attacked)
     elif name == "chain":
         yield _key(ask), ThroughItems()
     elif name not in (*_GUESSES, "interactions"):
-        raise ConfigError(f"A cell asks for {dict(ask)}, expected measure utility, or a known attack.")
+        raise ConfigError(f"A cell asks for {dict(ask)}, expected measure utility, validation or ledger, or an attack.")
+
+
+def _at(made: Setting, ask: Mapping[str, Scalar]) -> Setting:
+    """With the round that an ask attacks: the last, unless it says otherwise."""
+    rounds = {"first": 0, "middle": made.protocol.rounds // 2}
+    return replace(made, round=rounds[str(ask["round"])]) if "round" in ask else made
 
 
 def _key(ask: Mapping[str, Scalar]) -> str:
     name = str(ask["attack"])
-    words = [str(ask.get(*option)) for option in (("part", "full"), ("uploads", "last"), ("noise", "ignored"))]
+    words = [str(ask.get(*option)) for option in _OPTIONS]
     return " ".join(["update" if name in _LEARNERS else name, *words])
 
 
-def _graded(made: Setting, ask: Mapping[str, Scalar], taps: Mapping[str, Listening[Any, Any]]) -> Measured:
-    """The answer about the attacked users whose attribute is not known to the server, as values by user."""
+def _graded(
+    made: Setting,
+    ask: Mapping[str, Scalar],
+    taps: Mapping[str, Listening[Any, Any]],
+    prepared: dict[str, tuple[Tensor, Tensor]],
+) -> Measured:
+    """The answer about the attacked users whose attribute is not known to the server, as values by user.
+
+    What learners read is scaled and reduced once for all of them: that needs no label. It is kept in `prepared`.
+    """
     attribute, name, zeta = str(ask["attribute"]), str(ask["attack"]), float(ask["zeta"])
     label, names = classes_of(made.train, attribute)
     user = np.setdiff1d(made.attacked[label[made.attacked] >= 0], made.known(zeta))
     question = WhichAttribute(torch.from_numpy(user), attribute, tuple(names))
     start = perf_counter()
-    answer = _answer(made, name, made.knowledge(attribute, zeta), question, taps.get(_key(ask)))
+    knowledge, tap = made.knowledge(attribute, zeta), taps.get(_key(ask))
+    if tap is not None and name in _LEARNERS:
+        if _key(ask) not in prepared:
+            prepared[_key(ask)] = _prepared(tap, made.seed)
+        learner = _LEARNERS[name](prepare=Preparation("none", "none"))
+        answer = np.asarray(by_learner(knowledge, question, *prepared[_key(ask)], learner, made.seed).double())
+    else:
+        answer = _answer(made, name, knowledge, question, tap)
     seconds = perf_counter() - start
     own, guess = label[user], answer.argmax(axis=1)
     metrics = {
@@ -274,15 +311,21 @@ def _graded(made: Setting, ask: Mapping[str, Scalar], taps: Mapping[str, Listeni
     return Measured(metrics, seconds=seconds)
 
 
+def _prepared(tap: Listening[Any, Any], seed: int) -> tuple[Tensor, Tensor]:
+    """The clients that a tap saw, i64[n], and what learners read of them, f32[n, q]."""
+    attack: Any = tap.attack
+    client, rows = attack.read(tap.state())
+    with one_thread():
+        reduced, _ = Preparation().apply(rows.numpy(), rows[:0].numpy(), seed)
+    return client, torch.from_numpy(reduced)
+
+
 def _answer(
     made: Setting, name: str, knowledge: Knowledge, question: WhichAttribute, tap: Listening[Any, Any] | None
 ) -> NDArray[np.float64]:
     """Probabilities, f64[n, K]."""
     if tap is not None:
-        attack: Any = tap.attack
-        if name in _LEARNERS:
-            attack = replace(attack, learner=_LEARNERS[name](), seed=made.seed)
-        return np.asarray(attack.answer(knowledge, tap.state(), question).double())
+        return np.asarray(tap.attack.answer(knowledge, tap.state(), question).double())
     if name == "random":
         lot = random.below(len(question.classes), made.seed, "random class", question.client.numpy())
         return np.eye(len(question.classes))[lot]
@@ -300,6 +343,20 @@ def _from_interactions(made: Setting, knowledge: Knowledge, question: WhichAttri
     learner = Logistic(C=10.0, prepare=Preparation(scale="unit"))
     classes = len(question.classes)
     return learner.fit_predict(matrix[known].toarray(), label[known], classes, matrix[others].toarray(), made.seed)
+
+
+def _spent(made: Setting) -> dict[str, NDArray[np.float64]]:
+    """What the claimed epsilon composes to: of one number and of all that a client uploads, once and in all rounds."""
+    entries = ledger(
+        made.defense,
+        components=made.model.components(),
+        n_items=made.train.n_items,
+        participations=participations(made.protocol, made.train, seed=made.seed),
+        training=made.protocol.local,
+    )
+    found = [epsilon for entry in entries for epsilon in (entry.claimed, entry.composed, entry.typical)]
+    names = ("number", "number-busiest", "number-half", "upload", "upload-busiest", "upload-half")
+    return {name: np.array([value]) for name, value in zip(names, found, strict=True) if value is not None}
 
 
 def _hit(made: Setting, trained: FederatedModel) -> NDArray[np.float64]:

@@ -153,6 +153,8 @@ class Tradeoff(_Frozen):
     attacks: tuple[Way, ...]
     defenses: tuple[Way, ...] = Field(min_length=1)
     "The first is no defense; each other one is a line from there through its runs, in the order of the file."
+    without: tuple[str, ...] = ()
+    "Tables whose cells are not in it."
 
 
 class Table(_Frozen):

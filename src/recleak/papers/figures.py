@@ -222,8 +222,8 @@ def _y(chart: Chart, heights: Sequence[float]) -> alt.Y:
 def _attacked(report: Report, tradeoff: Tradeoff) -> list[tuple[Cell, Way, Way]]:
     """The cells of a report's tables that are an attack on a defense, each measurement once; none without a defense."""
     found: dict[str, tuple[Cell, Way, Way]] = {}
-    figures = {table.id for table in report.results.paper.figures}
-    for cell in (cell for table, cells in report.tables() if table.id not in figures for cell, _ in cells.values()):
+    left_out = {*(table.id for table in report.results.paper.figures), *tradeoff.without}
+    for cell in (cell for table, cells in report.tables() if table.id not in left_out for cell, _ in cells.values()):
         attack = next((way for way in tradeoff.attacks if way.metric == cell.metric and way.ask == cell.ask), None)
         defense = _fitting(tradeoff.defenses, cell)
         if attack is not None and defense is not None:

@@ -24,7 +24,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, cast
@@ -79,6 +79,7 @@ from recleak.wire import Broadcast, Message, Upload
 
 VERSION = 3
 ROUNDS = 200
+ATTACKED = 2000  # users at most, drawn at random, the same in all cells: intervals are about 0.01 wide then
 _STEP = 20  # rounds between two looks at the embeddings (Figure 2)
 _GROUPS = 20  # of users, by their number of interactions (Figures 3 and 5)
 Scalar = str | int | float | bool
@@ -100,6 +101,21 @@ class Setting:
     def train(self) -> Interactions:
         """What clients train on."""
         return self.split.train
+
+    @cached_property
+    def attacked(self) -> NDArray[np.bool_]:
+        """Whose uploads attacks look at, bool[U]."""
+        users = np.arange(self.train.n_users)
+        chosen = np.zeros(len(users), bool)
+        chosen[random.bits(0, "attacked users", users).argsort()[:ATTACKED]] = True
+        return chosen
+
+    def shown(self, message: Message) -> Message:
+        """A message with the uploads of attacked users only."""
+        if not isinstance(message, Upload) or self.attacked.all():
+            return message
+        mine = np.flatnonzero(self.attacked[message.update.client.numpy()])
+        return Upload(message.round, message.update.select(torch.from_numpy(mine)), message.weight[mine])
 
     def knowledge(self, *, truth: bool = False) -> Knowledge:
         """What the curious server knows (section 2.2), the defense and the items' popularity too.
@@ -323,8 +339,8 @@ class _Nothing:
 class _Timed(_Nothing):
     """An attack that listens, and how long it thinks: what it takes to decode messages is not counted."""
 
-    def __init__(self, attack: FromUploads | FromSums, knowledge: Knowledge) -> None:
-        self.seconds, self.attack = 0.0, attack
+    def __init__(self, made: Setting, attack: FromUploads | FromSums, knowledge: Knowledge) -> None:
+        self.seconds, self.made, self.attack = 0.0, made, attack
         self.vantage: Any = type(attack).vantage
         self.listening: Listening[Any, WhichItems] = Listening(self.vantage(), cast(Any, self), knowledge)
 
@@ -348,7 +364,7 @@ class _Timed(_Nothing):
 
     def receive(self, message: Message) -> None:
         """To the attack, through bytes."""
-        self.listening.receive(message)
+        self.listening.receive(self.made.shown(message))
 
     def state(self) -> dict[str, Tensor]:
         """The attack's."""
@@ -371,7 +387,7 @@ class _FlipOne(_Nothing):
         self.examples = Examples.of(
             made.train, negatives=local.negatives, resample=local.resample, spare=made.spare, seed=made.seed
         )
-        self.knowledge, self.seed, self.seconds = made.knowledge(), made.seed, 0.0
+        self.made, self.knowledge, self.seed, self.seconds = made, made.knowledge(), made.seed, 0.0
         self.received: dict[str, Tensor] = {}
         self.done: set[int] = set()
         self.right: list[bool] = []
@@ -381,7 +397,7 @@ class _FlipOne(_Nothing):
         start = perf_counter()
         if isinstance(message, Broadcast):
             self.received = message.params
-        elif isinstance(message, Upload):
+        elif isinstance(message := self.made.shown(message), Upload):
             new = [place for place, client in enumerate(message.update.client.tolist()) if client not in self.done]
             if new:
                 self._compare(message, torch.tensor(new))
@@ -412,7 +428,8 @@ class _FlipOne(_Nothing):
 def _tap(made: Setting, ask: Mapping[str, Scalar]) -> _Nothing:
     if "attack" in ask:
         attack = attack_of(ask, made.published, made.train.n_users, made.seed)
-        return _Timed(attack, made.knowledge(truth=isinstance(attack, ShadowClients) and attack.graph == "true-graph"))
+        truth = isinstance(attack, ShadowClients) and attack.graph == "true-graph"
+        return _Timed(made, attack, made.knowledge(truth=truth))
     if ask.get("measure") == "flip":
         return _FlipOne(made)
     if ask.get("measure") in ("utility", "deviation"):

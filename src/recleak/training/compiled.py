@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import kernels_gcn
+from recleak.defenses.functional_mechanism import FunctionalMechanism, last_weight, random_polynomial
 from recleak.models.feature_gcn import FeatureGCN
+from recleak.streams import Streams
 from recleak.training.optimizers import SGD
 
 if TYPE_CHECKING:
@@ -40,7 +43,9 @@ def walk_epochs(visit: Visit) -> Tensor | None:
     widths = np.array([*(visit.values[name].shape[1] for name in weights), 1])
     loss = np.zeros(clients)
     hooked = "epoch" in visit.used
-    for epoch in range(training.epochs if hooked else 1):
+    random = random_polynomial(visit.task.defense, visit.streams.within("penalty")) if "penalty" in visit.used else None
+    single = hooked or random is not None  # one epoch at a time
+    for epoch in range(training.epochs if single else 1):
         kernels_gcn.feature_gcn_epochs(
             visit.batches.row,
             visit.batches.label.numpy(),
@@ -48,7 +53,7 @@ def walk_epochs(visit: Visit) -> Tensor | None:
             visit.batches.is_own.numpy(),
             visit.plan.per_epoch,
             epoch,
-            epoch + 1 if hooked else training.epochs,
+            epoch + 1 if single else training.epochs,
             visit.held.own,
             visit.held.own_offset,
             features.contiguous().numpy(),
@@ -60,11 +65,28 @@ def walk_epochs(visit: Visit) -> Tensor | None:
             widths,
             training.loss == "taylor",
             model.bounded,
+            *_polynomials(random, visit.plan.per_epoch, epoch, int(widths[-2])),
             loss,
         )
         if hooked:
             visit.end_epoch(np.arange(clients), np.full(clients, epoch + 1))
     return torch.from_numpy((loss / visit.plan.steps).astype(np.float32))
+
+
+def _polynomials(
+    random: tuple[FunctionalMechanism, Streams] | None, per_epoch: NDArray[np.int64], epoch: int, width: int
+) -> tuple[float, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    """The random terms of the loss at every step of one epoch: their scale, i64[C] where the steps of each client
+    begin, f32[T, d] and f32[T, d, d].
+    """
+    start = np.cumsum(per_epoch) - per_epoch
+    if random is None:
+        return 0.0, start, np.empty((0, width), np.float32), np.empty((0, width, width), np.float32)
+    mechanism, streams = random
+    client = np.repeat(np.arange(len(per_epoch)), per_epoch)
+    step = np.arange(len(client)) - start[client] + epoch * per_epoch[client]
+    linear, square = mechanism.coefficients(width, streams.select(client).at(step))
+    return mechanism.scale(width), start, linear.numpy(), square.numpy()
 
 
 def _fits(model: FeatureGCN, visit: Visit) -> bool:
@@ -78,5 +100,12 @@ def _fits(model: FeatureGCN, visit: Visit) -> bool:
         and not optimizer.weight_decay
         and visit.task.training.loss in ("bce", "taylor")
         and visit.device.type == "cpu"
-        and not visit.used & {"penalty", "gradient"}
+        and "gradient" not in visit.used
+        and ("penalty" not in visit.used or _is_polynomial(model, visit))
     )
+
+
+def _is_polynomial(model: FeatureGCN, visit: Visit) -> bool:
+    """Whether the penalty is a random polynomial of the last layer's weights."""
+    random = random_polynomial(visit.task.defense, visit.streams)
+    return random is not None and random[0].weight in (None, last_weight(part.name for part in model.components()))

@@ -24,6 +24,7 @@ from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.streams import Streams
 from recleak.training.compiled import walk_epochs
+from recleak.training.compiled_sgd import walk_sgd
 from recleak.training.local import LocalData, held_rows, plan
 from recleak.training.optimizers import (
     SGD,
@@ -170,6 +171,8 @@ class Visit:
         loss = self._walk_compiled(rows)
         if loss is None:
             loss = walk_epochs(self)
+        if loss is None:
+            loss = walk_sgd(self)
         return self._walk(rows, strategy) if loss is None else loss
 
     def _walk_compiled(self, rows: dict[str, LazyRows | DirectRows]) -> Tensor | None:
@@ -360,10 +363,18 @@ class Visit:
         """
         position, epoch = self._put(ended), self._put(number)
         shared = {part.name for part in self.task.components if part.shared}
-        moved = self.moved().only(shared).select(position)
+        moved, everyone = self.moved().only(shared), len(ended) == len(self.client)
+        if not everyone:
+            moved = moved.select(position)
         changed = after_epoch(self.task.defense, moved, self.streams.select(position).at(epoch))
         if self.start is None:
             raise AssertionError("the start is kept when a defense has an epoch hook")
+        if everyone:
+            for name, value in changed.values.items():
+                torch.add(self.start.values[name], value, out=self.values[name])
+            for name, value in changed.rows.items():
+                torch.add(self.start.rows[name], value, out=self.rows[name])
+            return
         for name, value in changed.values.items():
             self.values[name][position] = self.start.values[name][position] + value
         mine = torch.isin(self._now().owner, position)
