@@ -74,6 +74,17 @@ def test_the_ledger_of_noise_on_every_number() -> None:
     assert spent["upload-busiest"] == pytest.approx(2 * 30 * numbers)  # of two rounds, somebody is in both
 
 
+def test_levels_are_measured_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apm, "SHARE", {"ml-100k": 0.3})
+    run, asks = {**RUN, "defense": "apm-measured"}, [{"measure": "levels"}, {"measure": "ledger"}]
+    levels, spent = apm.measure(run, asks, variant="as-written", seed=0, threads=1)
+    assert set(levels.metrics) == {"user", "item", "head.1", "head.2"}
+    found = [float(value[0]) for value in levels.metrics.values()]
+    assert (min(found), max(found)) == (0, 3)
+    assert found[0] == 0  # the user's part has the attribute in it
+    assert spent.metrics["number"] == pytest.approx(60)
+
+
 def test_another_round_can_be_attacked() -> None:
     who: dict[str, apm.Scalar] = {"attribute": "gender", "zeta": 0.2}
     asks: list[dict[str, apm.Scalar]] = [
@@ -116,5 +127,5 @@ def test_every_ask_has_its_answer(defense: str) -> None:
 
 
 def test_an_unknown_ask_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected measure utility, validation or ledger, or an attack"):
+    with pytest.raises(ConfigError, match="expected a measure or an attack that is known"):
         next(apm.measure({**RUN, "defense": "none"}, [{"attack": "x"}], variant="as-written", seed=0, threads=1))

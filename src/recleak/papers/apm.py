@@ -28,7 +28,7 @@ What the paper leaves open, and what is taken here, the same for all methods:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
@@ -49,7 +49,7 @@ from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.source import open_data
 from recleak.data.split import Split, leave_one_out
-from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian
+from recleak.defenses.adaptive_noise import LEVELS, AdaptiveNoise, BoundedGaussian, levels_from
 from recleak.defenses.base import Chain, Defense
 from recleak.defenses.feature_noise import PerturbedFeatures
 from recleak.defenses.functional_mechanism import FunctionalMechanism
@@ -66,6 +66,7 @@ from recleak.models.ncf import NCF
 from recleak.papers.reproduce import Measured
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.recording import Listening
+from recleak.resistance import measured_leak
 from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining
 from recleak.training.executor import InProcess
@@ -78,6 +79,7 @@ ROUNDS = {"ml-100k": 140, "ml-1m": 140}
 SHARE = {"ml-100k": 0.5, "ml-1m": 0.1}  # of the clients in a round (section 5.4)
 BATCH = 32
 NOISE = 0.025  # the scale of FedNews
+MEASURED = "apm-measured"  # APM whose levels are measured in an undefended training, on 30 % of the attacked users
 _SKETCH = 4096  # columns that item rows are folded into where uploads of many rounds are kept
 _LOSS, _FEATURES = 0.4, 20.0  # GERAI's privacy parameters
 Scalar = str | int | float | bool
@@ -189,6 +191,7 @@ def _defense(name: str, variant: str, interactions: int, examples: int, features
     makers: dict[str, Callable[[], Defense]] = {
         "none": Defense,
         "apm": lambda: AdaptiveNoise(levels, moment=moment),
+        MEASURED: lambda: AdaptiveNoise(levels, moment=moment),  # levels are put in when they are measured
         "fixrec-max": lambda: uniform(30.0),
         "fixrec-min": lambda: uniform(60.0),
         "fednews": lambda: uniform(1 / NOISE),
@@ -212,22 +215,16 @@ def measure(
 ) -> Iterator[Measured]:
     """One training run with all that is asked for at its wire; then the results in the order of the asks."""
     made = setting(run, variant, seed)
+    levels: dict[str, float] = {}
+    if run["defense"] == MEASURED and isinstance(made.defense, AdaptiveNoise):
+        levels = _measured_levels({**run, "defense": "none"}, variant, seed, threads)
+        made = replace(made, defense=replace(made.defense, levels=levels))
     attacks = {key: attack for ask in asks for key, attack in _evidence(made, ask)}
     taps: dict[str, Listening[Any, Any]] = {
         key: Listening(attack.vantage(), attack, made.knowledge()) for key, attack in attacks.items()
     }
     start = perf_counter()
-    trained = train_federated(
-        made.protocol,
-        made.model,
-        made.train,
-        defense=made.defense,
-        user_features=None if made.features is None else made.features.values,
-        taps=list(taps.values()),
-        executor=InProcess(threads),
-        seed=seed,
-        show_progress=False,
-    )
+    trained = _train(made, taps.values(), threads)
     seconds = perf_counter() - start
     prepared: dict[str, tuple[Tensor, Tensor]] = {}
     for ask in asks:
@@ -237,13 +234,55 @@ def measure(
             yield Measured({"hit@20": rank(trained, made.train, made.split.valid).hit(20)}, seconds=seconds)
         elif ask.get("measure") == "ledger":
             yield Measured(_spent(made), seconds=0.0)
+        elif ask.get("measure") == "levels":
+            yield Measured({part: np.array([level]) for part, level in levels.items()}, seconds=0.0)
         else:
             yield _graded(_at(made, ask), ask, taps, prepared)
 
 
+def _train(made: Setting, taps: Iterable[Listening[Any, Any]], threads: int) -> FederatedModel:
+    return train_federated(
+        made.protocol,
+        made.model,
+        made.train,
+        defense=made.defense,
+        user_features=None if made.features is None else made.features.values,
+        taps=list(taps),
+        executor=InProcess(threads),
+        seed=made.seed,
+        show_progress=False,
+    )
+
+
+def _measured_levels(run: Mapping[str, Scalar], variant: str, seed: int, threads: int) -> dict[str, float]:
+    """Levels by what each part of an undefended upload tells about known users, the mean of age and gender."""
+    made = setting(run, variant, seed)
+    taps: dict[str, Listening[Any, Any]] = {}
+    for part in LEVELS["equation"]:
+        attack = FromUpdates(parts=(part,), rounds=made.round)
+        taps[part] = Listening(attack.vantage(), attack, made.knowledge())
+    _train(made, taps.values(), threads)
+    known = np.sort(made.known(0.3))
+    rows = {part: _read(tap, known) for part, tap in taps.items()}
+    leaks = []
+    for attribute in ("age", "gender"):
+        label, names = classes_of(made.train, attribute)
+        told = label[known] >= 0
+        parts = {part: each[told] for part, each in rows.items()}
+        leaks.append(measured_leak(parts, label[known][told], len(names), seed=seed))
+    return levels_from({part: float(np.mean([leak[part] for leak in leaks])) for part in rows})
+
+
+def _read(tap: Listening[Any, Any], user: NDArray[np.int64]) -> NDArray[np.float32]:
+    """What a tap has of some users, all of whom it saw, f32[n, p]."""
+    attack: Any = tap.attack
+    client, rows = attack.read(tap.state())
+    return np.asarray(rows[torch.searchsorted(client, torch.from_numpy(user))])
+
+
 def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, Any]]:
     """What has to listen for an ask; learners that read the same share it."""
-    if ask.get("measure") in ("utility", "validation", "ledger"):
+    if ask.get("measure") in ("utility", "validation", "ledger", "levels"):
         return
     name, every, attacked = str(ask.get("attack")), ask.get("uploads") == "all", _at(made, ask).round
     if name in _LEARNERS:
@@ -263,7 +302,7 @@ def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, A
     elif name == "chain":
         yield _key(ask), ThroughItems()
     elif name not in (*_GUESSES, "interactions"):
-        raise ConfigError(f"A cell asks for {dict(ask)}, expected measure utility, validation or ledger, or an attack.")
+        raise ConfigError(f"A cell asks for {dict(ask)}, expected a measure or an attack that is known.")
 
 
 def _at(made: Setting, ask: Mapping[str, Scalar]) -> Setting:
