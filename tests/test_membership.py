@@ -403,7 +403,7 @@ def test_who_sends_every_row_hides_how_many_it_touched() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 99), st.sampled_from("f4 f8 ties".split()))
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 99), st.sampled_from(["f4", "f8", "ties"]))
 def test_places_and_choices(sizes: list[int], seed: int, kind: str) -> None:
     update, rng = upload(sizes, seed), np.random.default_rng(seed)
     few = np.array([0.0, -0.0, 1.5, -1.5, np.inf, -np.inf], np.float32)
