@@ -221,7 +221,9 @@ def aggregates(draw: st.DrawFn) -> Aggregate:
 @st.composite
 def pushes(draw: st.DrawFn) -> Push:
     n = draw(st.integers(0, 4))
-    return Push(draw(rounds), draw(ids(n)), draw(ids(n)), draw(tables(n)))
+    model = draw(st.sampled_from([None, torch.arange(n), torch.zeros(n, dtype=torch.int64)]))
+    models = n if model is None else len(model.unique())  # type: ignore[no-untyped-call]
+    return Push(draw(rounds), draw(ids(n)), draw(ids(n)), draw(tables(models)), model)
 
 
 @st.composite
@@ -396,7 +398,9 @@ one = torch.tensor([1])
         (Aggregate(0, one, {}, {"a": torch.zeros(2)}, 1.0), "missing"),
         (Push(0, one, torch.tensor([1, 2]), {}), "receiver"),
         (Push(0, one, -one, {}), "negative receiver"),
-        (Push(0, one, one, {"a": torch.zeros(2, 2)}), r"params/a"),
+        (Push(0, one, one, {"a": torch.zeros(2, 2)}), "each of them carried by a push"),
+        (Push(0, one, one, {"a": torch.zeros(1, 2), "b": torch.zeros(2)}), r"params/b"),
+        (Push(0, one, one, {"a": torch.zeros(1, 2)}, torch.tensor([1])), "each of them carried by a push"),
         (Recommendations(0, one, torch.tensor([[-1, 3]])), "-1 at the end only"),
         (Recommendations(0, one, torch.tensor([[3, -2]])), "below -1"),
         (Recommendations(0, one, torch.tensor([3])), r"'item' i64\[1\], expected i64\[B, K\] with B = 1"),
@@ -536,7 +540,7 @@ def test_groups_equal_separate_runs() -> None:
         alone = Peers(group[None]).sees(push)
         mine = group[together.receiver]
         assert isinstance(alone, Push)
-        assert torch.equal(alone.params["w"], together.params["w"][mine])
+        assert torch.equal(alone.params["w"][alone.carried], together.params["w"][together.carried][mine])
 
 
 def test_peers_with_groups_that_do_not_fit() -> None:

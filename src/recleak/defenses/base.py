@@ -18,7 +18,7 @@ from recleak.errors import ConfigError
 from recleak.models.components import Component, by_name, require_names
 from recleak.streams import Streams
 from recleak.training.local import LocalData
-from recleak.update import Update
+from recleak.update import NodeParams, Update, rows_of, values_of
 
 
 class Defense:
@@ -227,11 +227,11 @@ def received(update: Update, name: str) -> Tensor:
             f"Got an update that does not say what was received of {name!r}, expected it in `Update.received`.\n"
             "  A mechanism on values, not on changes, needs it; what a client keeps is never received."
         )
-    whole = update.received[name]
     if name in update.rows:
-        return whole.index_select(0, update.item)
-    per_user = whole.dim() == update.values[name].dim()
-    return whole.index_select(0, update.client) if per_user else whole
+        return rows_of(update.received, name, update.client[update.owner], update.item)
+    nodes = isinstance(update.received, NodeParams)
+    per_user = update.received[name].dim() == update.values[name].dim() + nodes
+    return values_of(update.received, name, update.client, per_user=per_user)
 
 
 def without_data_hooks(defense: Defense) -> Defense:

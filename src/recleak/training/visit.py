@@ -36,7 +36,7 @@ from recleak.training.optimizers import (
     learning_rate,
     reach,
 )
-from recleak.update import Update
+from recleak.update import Update, rows_of, values_of
 
 if TYPE_CHECKING:
     from recleak.training.cohort import Task
@@ -69,6 +69,7 @@ class Visit:
         self.held = held_rows(data, self._rows_beside(kept))
         self.client = self._put(data.client)
         self.item, self.offset = self._put(self.held.item), self._put(self.held.offset)
+        self._owner = torch.repeat_interleave(torch.arange(len(self.client), device=self.device), self.offset.diff())
         self.values = {p.name: self._first_values(p, kept) for p in task.components if p.storage != "per_item"}
         self.rows = {p.name: self._first_rows(p, kept) for p in task.components if p.storage == "per_item"}
         self.start = self._now().map(lambda _, tensor, __: tensor.clone()) if self._compares else None
@@ -107,14 +108,12 @@ class Visit:
     def _first_values(self, part: Component, kept: Update) -> Tensor:
         if not part.shared:
             return kept.values[part.name].clone()
-        whole = self.received[part.name]
-        if part.storage == "per_user":
-            return whole.index_select(0, self.client)
-        return whole.expand(len(self.client), *whole.shape).clone()
+        mine = values_of(self.received, part.name, self.client, per_user=part.storage == "per_user")
+        return mine.expand(len(self.client), *part.shape).clone()
 
     def _first_rows(self, part: Component, kept: Update) -> Tensor:
         if part.shared:
-            return self.received[part.name].index_select(0, self.item)
+            return rows_of(self.received, part.name, self.client[self._owner], self.item)
         return self._recall(part.name, part.draw(self.task.seed, self.held.item).to(self.device), kept)
 
     def _first_moments(self, kept: Update) -> dict[str, list[Tensor]]:
@@ -410,10 +409,9 @@ class Visit:
         of = {part.name: part.storage for part in self.task.components}
 
         def difference(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
-            whole = self.received[name]
-            if of[name] == "dense":
-                return tensor - whole
-            return tensor - whole.index_select(0, shared.client if owner is None else shared.item)
+            if owner is not None:
+                return tensor - rows_of(self.received, name, shared.client[owner], shared.item)
+            return tensor - values_of(self.received, name, shared.client, per_user=of[name] == "per_user")
 
         return shared.map(difference)
 
