@@ -41,6 +41,7 @@ docs-check: $(READY)  ## Links, commands and the module tree in the documentatio
 bench: $(READY)  ## Benchmarks of engine, noise and data: rates, seconds, peak memory, to the terminal and benchmarks/out/
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/feature_gcn.py
+	$(BIN)/python benchmarks/plain_sgd.py
 	$(BIN)/python benchmarks/draws.py
 	$(BIN)/python benchmarks/data.py
 

@@ -642,6 +642,31 @@ def test_scores_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(model.scores(users), at_once)
 
 
+@pytest.mark.parametrize(
+    ("model", "defense"),
+    [
+        (NCF(8, (16,)), Defense()),
+        (LightGCN(4), Defense()),
+        (PFedRec(4), Defense()),
+        (FeatureGCN(3, 4, (5,)), Defense()),
+        (MF(4), ShareLess(("item",))),
+    ],
+    ids=["perceptron", "graph", "personal items", "features", "kept items"],
+)
+def test_scores_of_some_items(model: Model, defense: Defense, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = torch.rand(DATA.n_users, 3, generator=torch.Generator().manual_seed(0))
+    protocol = replace(SMALL, rounds=1)
+    trained = train_federated(
+        protocol, model, DATA, defense=defense, user_features=features if model.needs_user_features else None
+    )
+    users = torch.tensor([5, 3, 39])
+    items = torch.randint(DATA.n_items, (3, 7), generator=torch.Generator().manual_seed(1))
+    expected = trained.scores(users).gather(1, items)
+    torch.testing.assert_close(trained.scores_of(users, items), expected)
+    monkeypatch.setattr(federated, "_SCORED", 1)
+    torch.testing.assert_close(trained.scores_of(users, items), expected)
+
+
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 

@@ -403,11 +403,12 @@ def test_who_sends_every_row_hides_how_many_it_touched() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 99), st.booleans())
-def test_places_and_choices(sizes: list[int], seed: int, ties: bool) -> None:
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 99), st.sampled_from(["f4", "f8", "ties"]))
+def test_places_and_choices(sizes: list[int], seed: int, kind: str) -> None:
     update, rng = upload(sizes, seed), np.random.default_rng(seed)
+    few = np.array([0.0, -0.0, 1.5, -1.5, np.inf, -np.inf], np.float32)
     score = torch.from_numpy(
-        rng.integers(3, size=sum(sizes)).astype(np.float32) if ties else rng.normal(size=sum(sizes))
+        few[rng.integers(6, size=sum(sizes))] if kind == "ties" else rng.normal(size=sum(sizes)).astype(kind)
     )
     count = torch.from_numpy(rng.integers(0, 14, size=len(sizes)))
     place, own = places_within(update, score), chosen(update, score, count)

@@ -267,6 +267,30 @@ def test_candidates_may_be_an_array_or_a_tensor_and_repeat() -> None:
         assert (ranks.candidates.tolist(), ranks.above.tolist(), ranks.tied.tolist()) == ([4], [2], [0])
 
 
+@dataclass
+class Asked(Table):
+    """Scores what it is asked for only."""
+
+    def scores_of(self, users: Tensor, items: Tensor) -> Tensor:
+        return self.table[users].gather(1, items)
+
+
+def test_candidates_alone_are_scored_where_a_scorer_can() -> None:
+    rng = np.random.default_rng(0)
+    scores = torch.from_numpy(rng.integers(0, 6, (30, 50)).astype(np.float32))  # with ties
+    scores[3, :5] = -torch.inf
+    test = interactions([(user, item) for user in range(0, 30, 2) for item in range(user % 3 + 1)], 30, 50)
+    drawn = rng.integers(5, 50, (30, 20))
+    drawn[4, 9:] = -1
+    narrow = Asked(scores)
+    assert_same(rank(narrow, None, test, drawn), rank(Table(scores), None, test, drawn))
+    assert narrow.largest_batch == 0
+    scores[7, 30] = scores[8, 30] = torch.nan
+    drawn[8, 0] = 30
+    with pytest.raises(RecleakError, match="first for user 8"):
+        rank(narrow, None, test, drawn)
+
+
 def test_the_scorer_is_asked_without_gradients_and_its_tensor_is_left_alone() -> None:
     scorer = table([[3.0, -np.inf, 1.0]])
     scorer.table.requires_grad_()

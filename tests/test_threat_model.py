@@ -17,6 +17,7 @@ ALLOWED = {
     "recleak.attacks",
     "recleak.defenses",
     "recleak.errors",
+    "recleak.kernels",
     "recleak.metrics",
     "recleak.models",
     "recleak.random",

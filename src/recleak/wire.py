@@ -68,16 +68,11 @@ class Push:
     sender: Tensor  # i64[n]
     receiver: Tensor  # i64[n]
     params: dict[str, Tensor]  # f32[m, *shape]; per_item f32[m, I, *shape], a shared per_user table f32[m, U, *shape]
-    model: Tensor | None = None  # i64[n]: the row of `params` that each push carries; None: row k for push k
-
-    @property
-    def carried(self) -> Tensor:
-        """The row of `params` that each push carries, i64[n]."""
-        return torch.arange(len(self.sender), device=self.sender.device) if self.model is None else self.model
+    model: Tensor  # i64[n]: the row of `params` that each push carries
 
     def select(self, kept: Tensor) -> Push:
         """Some of the pushes, bool[n] or i64[k], with the parameters that they carry."""
-        row, model = torch.unique(self.carried[kept], return_inverse=True)
+        row, model = torch.unique(self.model[kept], return_inverse=True)
         params = {name: value[row] for name, value in self.params.items()}
         return Push(self.round, self.sender[kept], self.receiver[kept], params, model)
 
@@ -258,7 +253,7 @@ def _flatten(message: Message) -> _Flat:
             tensors = {"client": message.client} | _keys("total", message.total) | _keys("touched", message.touched)
             return _Flat("aggregate", {"round": message.round, "weight": float(message.weight)}, tensors)
         case Push():
-            tensors = {"sender": message.sender, "receiver": message.receiver, "model": message.carried}
+            tensors = {"sender": message.sender, "receiver": message.receiver, "model": message.model}
             return _Flat("push", {"round": message.round}, tensors | _keys("params", message.params))
         case Recommendations():
             return _Flat("recommendations", {"round": message.round}, {"user": message.user, "item": message.item})

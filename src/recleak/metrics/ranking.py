@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,15 @@ class Scorer(Protocol):
 
     def scores(self, users: Tensor) -> Tensor:
         """A score of every item for each of the given users: i64[B] -> f32[B, I]; higher is better."""
+        ...
+
+
+@runtime_checkable
+class CandidateScorer(Scorer, Protocol):
+    """A scorer that need not score all items."""
+
+    def scores_of(self, users: Tensor, items: Tensor) -> Tensor:
+        """A score of some items for each of the given users: i64[B], i64[B, K] -> f32[B, K]."""
         ...
 
 
@@ -170,6 +179,8 @@ def rank(
         np.arange(len(target)) - np.searchsorted(row, np.arange(len(users)))[row]
     )  # i64[T]: n-th target of its user
     width = n_items if negatives is None else n_items + negatives.shape[1]
+    if negatives is not None and isinstance(scorer, CandidateScorer):
+        width = int(column.max()) + 1 + negatives.shape[1]
     step = max(1, chunk_bytes // (_BYTES * width))
     parts = []
     for start in range(0, len(users), step):
@@ -177,17 +188,17 @@ def rank(
         mine = slice(*np.searchsorted(row, (start, start + step)))
         gone = slice(*np.searchsorted(held_row, (start, start + step)))
         at = row[mine] - start, column[mine]
-        scores = _finite(scorer, chunk, n_items, device)  # f32[B, I]
-        wanted = np.full((len(chunk), at[1].max() + 1), -np.inf, scores.dtype)  # f32[B, M]
-        wanted[at] = scores[at[0], target[mine] % n_items]
+        sought = np.full((len(chunk), at[1].max() + 1), -1, np.int64)  # i64[B, M]
+        sought[at] = target[mine] % n_items
         if negatives is None:
-            scores[held_row[gone] - start, held[gone] % n_items] = -np.inf
-            pool = scores
+            pool = _finite(scorer, chunk, n_items, device)  # f32[B, I]
+            wanted = _picked(pool, sought)
+            pool[held_row[gone] - start, held[gone] % n_items] = -np.inf
         else:
             drawn = negatives[chunk].astype(np.int64)  # i64[B, n]
             _check_negatives(drawn, chunk, n_items, target[mine], held[gone])
-            picked = np.where(drawn < 0, scores.dtype.type(-np.inf), np.take_along_axis(scores, drawn, axis=1))
-            pool = np.concatenate([wanted, picked], axis=1)
+            pool = _of_candidates(scorer, chunk, np.concatenate([sought, drawn], axis=1), n_items, device)
+            wanted = pool[:, : sought.shape[1]].copy()
         parts.append((np.count_nonzero(pool > -np.inf, axis=1), *(counts[at] for counts in _place(pool, wanted))))
     count, above, tied = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Ranks(users, count, row, above, tied)
@@ -207,21 +218,48 @@ def _place(pool: NDArray[Any], wanted: NDArray[Any]) -> tuple[NDArray[np.int64],
     return pool.shape[1] - up_to, up_to - below - 1
 
 
+def _of_candidates(
+    scorer: Scorer, users: NDArray[np.int64], items: NDArray[np.int64], n_items: int, device: torch.device | str
+) -> NDArray[Any]:
+    """The scores of some items for each user, f32[B, K], -inf where the item is -1; others are not scored, if the
+    scorer can do without.
+    """
+    if not isinstance(scorer, CandidateScorer):
+        return _picked(_finite(scorer, users, n_items, device), items)
+    with torch.no_grad():
+        scores = scorer.scores_of(torch.from_numpy(users).to(device), torch.from_numpy(items.clip(0)).to(device))
+    found = _checked(scores, users, items.shape[1])
+    found[items < 0] = -np.inf
+    return found
+
+
+def _picked(scores: NDArray[Any], items: NDArray[np.int64]) -> NDArray[Any]:
+    """The scores f32[B, I] of items i64[B, K], f32[B, K]; -inf where the item is -1."""
+    found = np.take_along_axis(scores, items.clip(0), axis=1)
+    found[items < 0] = -np.inf
+    return found
+
+
 def _finite(scorer: Scorer, users: NDArray[np.int64], n_items: int, device: torch.device | str) -> NDArray[Any]:
     """A copy of the users' scores, checked, with the lowest finite number for -inf, which marks who is no candidate."""
     with torch.no_grad():
         scores = scorer.scores(torch.from_numpy(users).to(device))
-    if scores.shape != (len(users), n_items) or not scores.is_floating_point():
+    return _checked(scores, users, n_items)
+
+
+def _checked(scores: Tensor, users: NDArray[np.int64], width: int) -> NDArray[Any]:
+    """A copy of the scores of users, f32[B, width], with the lowest finite number for -inf; an error for NaN."""
+    if scores.shape != (len(users), width) or not scores.is_floating_point():
         raise ValueError(
             f"The scorer gave {scores.dtype} of shape {tuple(scores.shape)}, "
-            f"expected floats of shape {(len(users), n_items)}: one row per user, one column per item."
+            f"expected floats of shape {(len(users), width)}: one row per user, one column per item."
         )
     values = (scores if scores.dtype == torch.float64 else scores.float()).numpy(force=True)
     bad = np.isnan(values).sum(axis=1)  # i64[B]
     if bad.any():
         first = int(np.argmax(bad > 0))
         raise RecleakError(
-            f"The scorer gave NaN, first for user {users[first]}: {bad[first]:,} of {n_items:,} scores.\n"
+            f"The scorer gave NaN, first for user {users[first]}: {bad[first]:,} of {width:,} scores.\n"
             "  The model has probably diverged: lower the learning rate or clip gradients, and check its training data."
         )
     finite: NDArray[Any] = np.maximum(values, np.finfo(values.dtype).min)

@@ -79,7 +79,7 @@ from recleak.wire import Broadcast, Message, Upload
 
 VERSION = 3
 ROUNDS = 200
-ATTACKED = 2000  # users at most, drawn at random, the same in all cells: intervals are about 0.01 wide then
+ATTACKED = 2000  # users at most, drawn at random, the same in all cells: intervals are 0.01 to 0.02 wide then
 _STEP = 20  # rounds between two looks at the embeddings (Figure 2)
 _GROUPS = 20  # of users, by their number of interactions (Figures 3 and 5)
 Scalar = str | int | float | bool

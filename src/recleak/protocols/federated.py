@@ -137,19 +137,32 @@ class FederatedModel:
 
     def scores(self, users: Tensor) -> Tensor:
         """Every item for each of the given users: i64[B] -> f32[B, I]; memory beside the result is bounded."""
+        widest = max([part.size for part in self.task.components if part.storage == "per_item"], default=1)
+        return self._scored(users, None, self.train.n_items * widest)
+
+    def scores_of(self, users: Tensor, items: Tensor) -> Tensor:
+        """Some items for each of the given users, none of whom occurs twice: i64[B], i64[B, K] -> f32[B, K]."""
+        widest = max([part.size for part in self.task.components if part.storage == "per_item"], default=1)
+        return self._scored(users, items, max(self.train.n_items, items.shape[1] * widest))
+
+    def _scored(self, users: Tensor, items: Tensor | None, numbers: int) -> Tensor:
+        """Scores, so many users at a time that working memory is bounded; one takes about so many numbers."""
+        self._require_its_clients()
+        order, back = torch.unique(users.cpu(), return_inverse=True)
+        asked = None if items is None else items[back.argsort()]
+        parts, step = [], max(1, _SCORED // (4 * numbers))
+        for start in range(0, len(order), step):
+            some = order[start : start + step].numpy()
+            here = None if asked is None else asked[start : start + step]
+            parts.append(personal_scores(self.task, self.params, self.store.read(some), self._own[some], here))
+        return torch.cat(parts)[back.to(parts[0].device)]
+
+    def _require_its_clients(self) -> None:
         if self.store.version != self.version:
             raise CheckpointError(
                 f"Got a model of {len(self.loss)} rounds whose run has gone on in the same directory since, expected "
                 "its clients as they were.\n  Score before you prolong a run, or copy its directory."
             )
-        order, back = torch.unique(users.cpu(), return_inverse=True)
-        widest = max([part.size for part in self.task.components if part.storage == "per_item"], default=1)
-        step = max(1, _SCORED // (4 * self.train.n_items * widest))
-        parts = [
-            personal_scores(self.task, self.params, self.store.read(some.numpy()), self._own[some.numpy()])
-            for some in torch.split(order, step)
-        ]
-        return torch.cat(parts)[back.to(parts[0].device)]
 
     @cached_property
     def _own(self) -> sp.csr_array:

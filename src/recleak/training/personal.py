@@ -15,29 +15,41 @@ from recleak.update import NodeParams, Update, values_of
 
 
 def personal_scores(
-    task: Task, params: Params, kept: Update, history: sp.csr_array, *, node: Tensor | None = None
+    task: Task,
+    params: Params,
+    kept: Update,
+    history: sp.csr_array,
+    items: Tensor | None = None,
+    *,
+    node: Tensor | None = None,
 ) -> Tensor:
     """The scores that C clients give all items with the global parameters and what they keep, f32[C, I].
 
-    `history` is their own items, f32[C, I]. Of nodes (`NodeParams`) each uses its own parameters, or those of the given
-    node, i64[C].
+    `history` is their own items, f32[C, I]. With `items`, i64[C, K], each scores those only: f32[C, K]. Of nodes
+    (`NodeParams`) each uses its own parameters, or those of the given node, i64[C].
     """
     device = next(iter(params.values())).device if params else torch.device("cpu")
     each = torch.from_numpy(history.toarray()).to(device)  # f32[C, I]
     mine = _own_params(task, params, kept, device, node)
     features = None if task.item_features is None else task.item_features.to(device)
+    tables = [part.name for part in task.components if part.storage == "per_item"]
     with torch.no_grad():
+        around = {
+            name: torch.einsum("ci,ci...->c...", each, mine[name]) for name in tables if task.model.reads_neighbors
+        }
+        near = None if features is None else each @ features
+        own, shown = each > 0, None if features is None else features.expand(kept.n_clients, *features.shape)
+        if items is not None:
+            who, what = torch.arange(kept.n_clients, device=device).unsqueeze(1), items.to(device)
+            mine |= {name: mine[name][who, what] for name in tables}
+            own, shown = own[who, what], None if features is None else features[what]
         batch = Batch(
-            own=each > 0,
+            own=own,
             degree=each.sum(1),
-            neighbors={
-                part.name: torch.einsum("ci,ci...->c...", each, mine[part.name])
-                for part in task.components
-                if part.storage == "per_item" and task.model.reads_neighbors
-            },
+            neighbors=around,
             user_features=features_of(task, kept.client.to(device)),
-            item_features=None if features is None else features.expand(kept.n_clients, *features.shape),
-            neighbor_features=None if features is None else each @ features,
+            item_features=shown,
+            neighbor_features=near,
         )
         return task.model.logits(mine, batch)
 
