@@ -55,6 +55,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "perturbed-features": "recleak.defenses.feature_noise:PerturbedFeatures",
         "functional-mechanism": "recleak.defenses.functional_mechanism:FunctionalMechanism",
         "objective-perturbation": "recleak.defenses.objective_perturbation:ObjectivePerturbation",
+        "dp-sgd": "recleak.defenses.dp_sgd:DPSGD",
+        "clipped-mean-noise": "recleak.defenses.dp_sgd:ClippedMeanNoise",
     },
     "attack": {
         "alignment": "recleak.attacks.alignment:GradientAlignment",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
@@ -33,19 +34,22 @@ from recleak.data.sampling import Complement
 from recleak.defenses.base import Defense
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, DataError, unknown_name
+from recleak.kernels_gmf import merge_models
 from recleak.models.base import Model
 from recleak.models.components import Component, by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
 from recleak.recording import Tap
+from recleak.training.chunks import cores
 from recleak.training.cohort import LocalTraining, Task
+from recleak.training.compiled_gmf import direct, judge_nodes, train_nodes
 from recleak.training.executor import Assignment, InProcess, Session, Work
 from recleak.training.local import Examples
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import personal_scores
 from recleak.training.state import ClientStore
 from recleak.update import NodeParams, Update
-from recleak.wire import Push
+from recleak.wire import Message, Push
 
 Peering = Literal["random", "personal"]
 Merging = Literal["pairwise", "together"]
@@ -172,21 +176,23 @@ def train_gossip(
     defense: Defense | None = None,
     taps: Sequence[Tap] = (),
     threads: int | None = None,
-    chunk: int = 64,
+    chunk: int = 128,
     seed: int = 0,
     spare: tuple[Interactions, ...] = (),
     user_features: Tensor | None = None,
     faulty: Mapping[int, Tamper] | None = None,
+    confidants: Sequence[int] = (),
     show_progress: bool = True,
 ) -> GossipModel:
     """Train `model` on the interactions of each user as one node of a network.
 
     `valid` are the items on which nodes compare their peers; personal peers need it. `taps` receive every message that
     arrives. `faulty` nodes send something else than what they have. Who sends parameters that are not finite, or do not
-    fit the model, is not listened to in that tick, and is named in the log.
+    fit the model, is not listened to in that tick, and is named in the log. `confidants` are users who side with an
+    adversary: in every tick they tell what they keep (`Disclosure`).
     """
     run = _Run(protocol, model, train, valid, defense or Defense(), tuple(taps), chunk, seed, spare, user_features)
-    run.faulty = dict(faulty or {})
+    run.faulty, run.confidants = dict(faulty or {}), np.unique(np.asarray(confidants, np.int64))
     run.walk(InProcess(threads), show_progress)
     for tap in taps:
         tap.close()
@@ -257,18 +263,28 @@ class _Run:
         self.assignment = Assignment(self.task, examples)
         self.params = _first_nodes(components, train.n_users, train.n_items, seed, protocol.precision)
         self.store = ClientStore(components, local.optimizer, train.n_users, train.n_items, seed)
+        self.keeps_rows = any(part.storage == "per_item" and not part.shared for part in components)
+        self.direct = direct(self.task, _DTYPE[protocol.precision])
+        if self.direct:
+            self.store.fill(self.nodes)
         self.positives = torch.from_numpy(self.train.activity.astype(np.float32))
         self.panel = _Panel.of(self.train, valid, spare, seed) if protocol.peers == "personal" else None
         self.known = np.full((train.n_users, train.n_users) if self.panel else (0, 0), -1.0, np.float32)
         self.view = np.zeros((len(self.nodes), protocol.degree), np.int64)
         self.due: dict[int, list[_Mail]] = {}  # by the tick in which they arrive
         self.faulty: dict[int, Tamper] = {}
+        self.confidants = np.zeros(0, np.int64)
         self.snapshots: dict[int, NodeParams] = {}  # by tick: what was sent in it
         self.tick, self.loss, self.visits, self.rejected = 0, list[float](), list[int](), set[int]()
 
     def walk(self, executor: InProcess, show_progress: bool) -> None:
         """All ticks."""
-        with executor.open(self.assignment) as session, Progress(self.protocol.rounds, shown=show_progress) as bar:
+        width = cores() if executor.threads is None else executor.threads
+        with (
+            executor.open(self.assignment) as session,
+            ThreadPoolExecutor(width) as self.pool,
+            Progress(self.protocol.rounds, shown=show_progress) as bar,
+        ):
             while self.tick < self.protocol.rounds:
                 self.step(session)
                 bar.round(self.tick, self.loss[-1], self.visits[-1])
@@ -282,6 +298,8 @@ class _Run:
             self.view = self._views(tick // protocol.refresh)
         self._send(awake)
         arrivals = self._arrivals(awake)
+        if len(self.confidants):
+            self._tell(self.store.disclosed(self.confidants))
         self._show(arrivals)
         loss, visits = 0.0, 0
         for number, wave in enumerate(self._waves(arrivals)):
@@ -356,9 +374,11 @@ class _Run:
                 row = torch.from_numpy(np.searchsorted(some, batch.sender[mine]))
                 params = {n: v[torch.from_numpy(some)].float() for n, v in self.snapshots[sent].items()}
                 sender, receiver = torch.from_numpy(batch.sender[mine]), torch.from_numpy(batch.receiver[mine])
-                message = Push(self.tick, sender, receiver, params, row)
-                for tap in self.taps:
-                    tap.receive(message)
+                self._tell(Push(self.tick, sender, receiver, params, row))
+
+    def _tell(self, message: Message) -> None:
+        for tap in self.taps:
+            tap.receive(message)
 
     # Receiving.
 
@@ -381,6 +401,9 @@ class _Run:
         own = self._performance(wave, nodes)
         chunks = [nodes[start : start + self.chunk] for start in range(0, len(nodes), self.chunk)]
 
+        if self.direct:
+            return self._wave_in_place(wave, chunks, own, number), len(nodes)
+
         def works() -> Iterator[Work]:
             for chunk in chunks:
                 self._merge(wave.select(np.isin(wave.receiver, chunk)), chunk, own)
@@ -392,6 +415,18 @@ class _Run:
             _add(self.params, trained.update)
             loss += float(trained.loss.sum(dtype=torch.float64))
         return loss, len(nodes)
+
+    def _wave_in_place(
+        self, wave: _Mail, chunks: Sequence[NDArray[np.int64]], own: NDArray[np.float32], number: int
+    ) -> float:
+        """The same where a node's parameters can be trained where they are."""
+
+        def visit(chunk: NDArray[np.int64]) -> float:
+            self._merge(wave.select(np.isin(wave.receiver, chunk)), chunk, own)
+            data = self.assignment.examples.draw(chunk, self.tick * _WAVES + number)
+            return float(train_nodes(self.task, self.params, self.store, data).sum(dtype=torch.float64))
+
+        return sum(self.pool.map(visit, chunks))
 
     def _performance(self, wave: _Mail, nodes: NDArray[np.int64]) -> NDArray[np.float32]:
         """How good the nodes' own parameters are for them, f32[U]; of what arrives it is remembered in `known`."""
@@ -413,7 +448,11 @@ class _Run:
         for start in range(0, len(node), step):
             who, of = judge[start : start + step], torch.from_numpy(node[start : start + step])
             people, place = np.unique(who, return_inverse=True)
-            kept = self.store.read(people).select(torch.from_numpy(place))
+            kept = self.store.read(people) if self.keeps_rows else self.store.read_values(people)
+            kept = kept.select(torch.from_numpy(place))
+            if self.direct:
+                found.append(judge_nodes(params, kept, node[start : start + step], (panel.item, panel.offset), _CUTOFF))
+                continue
             scores = personal_scores(self.task, params, kept, panel.own[who], node=of)
             found.append(panel.performance(scores.numpy(), who))
         return np.concatenate(found) if found else np.zeros(0, np.float32)
@@ -421,14 +460,12 @@ class _Run:
     def _merge(self, wave: _Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> None:
         """Put the weighted mean of its own and the received parameters in the place of each node's."""
         share, rest = self._weights(wave, nodes, own)
-        place = torch.from_numpy(np.searchsorted(nodes, wave.receiver))
-        at = torch.from_numpy(nodes)
-        for name, value in self.params.items():
-            merged = value[at].float() * rest.reshape(-1, *[1] * (value.dim() - 1))
-            for sent, mine in wave.by_tick():
-                what = self.snapshots[sent][name][torch.from_numpy(wave.sender[mine])].float()
-                merged.index_add_(0, place[mine], what * share[mine].reshape(-1, *[1] * (value.dim() - 1)))
-            value[at] = merged.to(value.dtype)
+        for sent, mine in wave.by_tick():
+            messages = wave.select(mine)
+            offset = np.searchsorted(messages.receiver, np.append(nodes, self.train.n_users))
+            for name, value in self.params.items():
+                _merge(value, self.snapshots[sent][name], nodes, offset, messages.sender, rest, share[mine])
+            rest = torch.ones_like(rest)  # its own part is counted once
 
     def _weights(self, wave: _Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
         """The share of each message, f32[n], and of each node's own parameters, f32[C] (eq. 8)."""
@@ -444,6 +481,7 @@ class _Run:
         return message / total[place], mine / total
 
 
+_DTYPE = {"float32": torch.float32, "float16": torch.float16}
 _FIELDS = ("sent", "sender", "receiver")
 
 
@@ -451,7 +489,7 @@ def _first_nodes(
     components: Sequence[Component], n_users: int, n_items: int, seed: int, precision: Precision
 ) -> NodeParams:
     """What nodes share before the first tick: each has drawn its own."""
-    dtype = torch.float32 if precision == "float32" else torch.float16
+    dtype = _DTYPE[precision]
     rows = {"per_item": n_items, "per_user": n_users, "dense": 1}
     first = NodeParams()
     for part in components:
@@ -466,6 +504,27 @@ def _first_nodes(
     return first
 
 
+def _merge(
+    value: Tensor,
+    sent: Tensor,
+    node: NDArray[np.int64],
+    offset: NDArray[np.int64],
+    sender: NDArray[np.int64],
+    rest: Tensor,
+    share: Tensor,
+) -> None:
+    """Of the given nodes value = rest value + the sum over their messages of share sent[sender], in place."""
+    if value.dtype == torch.float32:
+        own, theirs = (each.numpy().reshape(len(value), -1) for each in (value, sent))
+        merge_models(own, theirs, node, offset, sender, rest.numpy(), share.numpy())
+        return
+    at, place = torch.from_numpy(node), torch.from_numpy(np.repeat(np.arange(len(node)), np.diff(offset)))
+    ones = [1] * (value.dim() - 1)
+    merged = value[at].float() * rest.reshape(-1, *ones)
+    merged.index_add_(0, place, sent[torch.from_numpy(sender)].float() * share.reshape(-1, *ones))
+    value[at] = merged.to(value.dtype)
+
+
 def _add(params: NodeParams, update: Update) -> None:
     """Add what nodes changed to what they have, in place."""
     for name, value in update.values.items():
@@ -475,8 +534,10 @@ def _add(params: NodeParams, update: Update) -> None:
         else:
             whole[update.client] += value.to(whole.dtype)
     node = update.client[update.owner]
+    place = node * update.n_items + update.item
     for name, rows in update.rows.items():
-        params[name].index_put_((node, update.item), rows.to(params[name].dtype), accumulate=True)
+        table = params[name].view(-1, *rows.shape[1:])
+        table.index_add_(0, place, rows.to(table.dtype))
 
 
 def _misfit(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:

@@ -1,0 +1,77 @@
+"""An attack that is graded after every round: how its success comes and goes while a system trains.
+
+What is told after each round is kept with the attack's state, so that a killed run continues with the whole curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from recleak.attacks.base import Attack, Knowledge
+from recleak.recording import Listening
+from recleak.wire import M, Message, Vantage
+
+Q = TypeVar("Q")
+_CURVE, _ROUND = "curve/", "curve rounds"
+Grade = Callable[[Tensor], Mapping[str, Tensor]]
+
+
+class Watching(Listening[M, Q], Generic[M, Q]):
+    """`Listening` with a question that is asked after every round; `grade` makes named numbers of the answer."""
+
+    def __init__(
+        self, vantage: Vantage[M], attack: Attack[M, Q], knowledge: Knowledge, question: Q, grade: Grade
+    ) -> None:
+        super().__init__(vantage, attack, knowledge)
+        self._question, self._grade = question, grade
+        self._now: int | None = None
+        self._rounds: list[int] = []
+        self._told: dict[str, list[Tensor]] = {}
+
+    def receive(self, message: Message) -> None:
+        """With the first message of another round, the last one is over."""
+        round = getattr(message, "round", None)
+        if round is not None and round != self._now:
+            self._end_round()
+            self._now = round
+        super().receive(message)
+
+    def close(self) -> None:
+        """The last round is over too."""
+        self._end_round()
+        self._now = None
+
+    def _end_round(self) -> None:
+        if self._now is None:
+            return
+        self._rounds.append(self._now)
+        for name, value in self._grade(self.answer(self._question)).items():
+            self._told.setdefault(name, []).append(value)
+
+    @property
+    def rounds(self) -> Tensor:
+        """The rounds that are over, i64[r]."""
+        return torch.tensor(self._rounds, dtype=torch.int64)
+
+    def curve(self, name: str) -> Tensor:
+        """What was told after each of them, f32[r, ...]."""
+        return torch.stack(self._told[name])
+
+    def state(self) -> dict[str, Tensor]:
+        """The attack's, and what was told so far; a protocol saves it between rounds."""
+        told = {_CURVE + name: self.curve(name) for name in self._told}
+        now = torch.tensor([*self._rounds, -1 if self._now is None else self._now])
+        return {**super().state(), **told, _ROUND: now}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Goes back to a saved state."""
+        *rounds, now = state[_ROUND].tolist()
+        self._rounds, self._now = [int(each) for each in rounds], None if now < 0 else int(now)
+        self._told = {
+            name.removeprefix(_CURVE): list(value.unbind(0)) for name, value in state.items() if name.startswith(_CURVE)
+        }
+        super().restore({n: v for n, v in state.items() if not n.startswith(_CURVE) and n != _ROUND})
