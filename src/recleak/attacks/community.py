@@ -9,6 +9,7 @@ A received model is scored on the targets, and an adversary ranks senders by the
     jaccard        the items that the model scores highest are taken for the sender's own, as many as a client has on
                    average (`popularity` must be public); their Jaccard similarity to the targets
     ndcg           each target is ranked against sampled items that are no target: the mean NDCG (as the published code)
+    random         a number that has nothing to do with the model: the null
 
 A score needs the sender's vector. If it is not shared, the adversary has to use another one:
 
@@ -30,7 +31,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import random
@@ -42,7 +45,7 @@ from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Server, ServerMessage, Upload
 
-Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg"]
+Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random"]
 Vector = Literal["sent", "told", "mean", "fitted"]
 Keeping = Literal["latest", "best"]
 
@@ -50,7 +53,8 @@ UNSEEN = float("-inf")  # the score of who never sent anything
 _RECEIVED, _TOLD, _FITTED = "received/", "told/", "fitted/"  # before the names of components in the state
 _SAMPLE = 200  # random items whose mean stands for that of all
 _NUMBERS = 1 << 24  # of gathered parameters at a time
-_STEPS, _RATE = 60, 0.1  # of fitting a vector
+_STEPS, _AGAIN, _RATE = 60, 10, 0.1  # of fitting a vector: the first time, and from round to round
+_FEW = 100  # targets that it is fitted to
 _TINY = 1e-12
 
 
@@ -96,6 +100,14 @@ class _Community:
                 told[name] = before.index_copy(0, message.client, message.values[part.name])
         return told
 
+    def _vectors(self, knowledge: Knowledge, state: State, own: Params, m: int) -> Params | None:
+        """What models lack; None if nothing was told yet. Who guesses needs none."""
+        return {} if self.scoring == "random" else _vectors(self._way(knowledge), knowledge, state, own, m)
+
+    def _way(self, knowledge: Knowledge) -> Vector:
+        """Whose vectors are used: what is sent is."""
+        return self.vector if _kept(knowledge) else "sent"
+
     def _with(self, state: State, adversary: Tensor, sender: Tensor, score: Tensor) -> State:
         """The state with new scores, i64[k], i64[k], f32[k]: the last of a pair, or the best."""
         kept = state["score"].clone()
@@ -114,8 +126,11 @@ class _Community:
         `models` has dense components as f32[m, *shape], tables as f32[m, I, *shape], and `sender` says whose they are,
         i64[m]; `vectors` are what users have of their own, of senders, f32[m, *shape], or of adversaries, f32[A, ...].
         """
+        if self.scoring == "random":
+            lot = random.uniform(self.seed, "random users", adversary.numpy(), sender[model].numpy())
+            return torch.from_numpy(lot).float()
         targets = targets_of(knowledge)
-        if self.vector in ("told", "fitted"):
+        if self._way(knowledge) in ("told", "fitted"):
             return self._of_pairs(knowledge, models, vectors, targets, adversary, model)
         logits = _logits(knowledge, models, vectors)  # f32[m, I]
         if self.scoring == "ndcg":
@@ -205,8 +220,12 @@ class ServerCommunity(_Community):
         if isinstance(message, Broadcast):
             kept = {name: value for name, value in state.items() if not name.startswith(_RECEIVED)}
             kept |= {_RECEIVED + name: value.clone() for name, value in message.params.items()}
-            if self.vector == "fitted":
-                kept |= {_FITTED + name: value for name, value in fitted(knowledge, message.params, self.seed).items()}
+            if self._way(knowledge) == "fitted":
+                before = {
+                    name.removeprefix(_FITTED): value for name, value in state.items() if name.startswith(_FITTED)
+                }
+                found = fitted(knowledge, message.params, self.seed, before)
+                kept |= {_FITTED + name: value for name, value in found.items()}
             return kept
         if not isinstance(message, Upload):
             return state
@@ -226,7 +245,7 @@ class ServerCommunity(_Community):
                 own[part.name] = whole[update.client] + update.values[part.name]
             else:
                 models[part.name] = whole + update.values[part.name]
-        vectors = _vectors(self.vector, knowledge, state, own, update.n_clients)
+        vectors = self._vectors(knowledge, state, own, update.n_clients)
         if vectors is None:
             return state
         adversaries = len(targets_of(knowledge))
@@ -242,10 +261,14 @@ class PeerCommunity(_Community):
     member of it received.
     """
 
+    colluders: float = 0.0  # the share of all nodes that side with each adversary; who places adversaries reads it
+
     vantage: ClassVar[type[Peers]] = Peers
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.colluders < 1:
+            raise ConfigError(f"colluders is {self.colluders}, expected a share of at least 0 and less than 1.")
         if self.vector == "fitted":
             raise ConfigError(
                 "vector is 'fitted', expected 'sent', 'told' or 'mean': no model is broadcast in a gossip."
@@ -265,7 +288,7 @@ class PeerCommunity(_Community):
                 own[part.name] = message.params[part.name][torch.arange(m), of_model]
             elif part.shared:
                 models[part.name] = message.params[part.name]
-        vectors = _vectors(self.vector, knowledge, state, own, m)
+        vectors = self._vectors(knowledge, state, own, m)
         if vectors is None:
             return state
         adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
@@ -279,7 +302,7 @@ class CommunityThroughItems:
     Jaccard, the overlap and the union each by the probabilities of items. It needs nobody's vector.
     """
 
-    membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0, participation="all"))
+    membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0))
 
     vantage: ClassVar[type[Server]] = Server
     question: ClassVar[type[WhoBelongs]] = WhoBelongs
@@ -328,6 +351,16 @@ def groups_of(knowledge: Knowledge) -> Tensor:
     groups = knowledge.public["groups"]
     if len(groups) != len(targets_of(knowledge)):
         raise ConfigError(f"Got {len(groups)} groups and targets for {len(targets_of(knowledge))}, expected as many.")
+    return groups
+
+
+def colluding(n_users: int, share: float, seed: int) -> Tensor:
+    """Every node as an adversary, with a random share of all nodes beside it, bool[U, U]."""
+    groups = torch.eye(n_users, dtype=torch.bool)
+    count = round(share * n_users)
+    if count:
+        lot = random.bits(seed, "colluders", np.arange(n_users)[:, None], np.arange(n_users)).argsort(1)
+        groups.scatter_(1, torch.from_numpy(lot[:, :count].copy()), True)
     return groups
 
 
@@ -403,22 +436,19 @@ def _similar(count: Tensor, beside: int, size: int) -> Iterator[Tensor]:
         start = end
 
 
-def fitted(knowledge: Knowledge, params: Params, seed: int) -> Params:
-    """Of each adversary the values of what is kept that fit its targets best, against as many random items, with the
-    parameters that were broadcast: f32[A, *shape].
+def fitted(knowledge: Knowledge, params: Params, seed: int, before: Params | None = None) -> Params:
+    """Of each adversary the values of what is kept that fit its targets best, against random items, with the parameters
+    that were broadcast: f32[A, *shape]. At most `_FEW` targets count, drawn at random; `before` is where it starts.
     """
-    targets = targets_of(knowledge)
-    item, inside = _padded(targets)
-    lot = random.below(
-        knowledge.n_items, seed, "random items", torch.arange(len(item)).numpy()[:, None], range(item.shape[1])
-    )
+    some = _some(targets_of(knowledge), seed)
+    item, inside = _padded(some)
+    adversary = np.arange(len(item))
+    lot = random.below(knowledge.n_items, seed, "random items", adversary[:, None], np.arange(item.shape[1]))
     what = torch.cat([item, torch.from_numpy(lot)], 1)  # i64[A, 2t]
     label = torch.cat([inside, torch.zeros_like(inside)], 1).float()
     weight = torch.cat([inside, inside], 1) / inside.sum(1, keepdim=True).clamp(min=1)
     own = {
-        part.name: part.draw(seed, torch.arange(len(item)).numpy()).requires_grad_()
-        if part.storage == "per_user"
-        else part.draw(seed).expand(len(item), *part.shape).clone().requires_grad_()
+        part.name: (before[part.name] if before else _drawn(part, adversary, seed)).clone().requires_grad_()
         for part in _kept(knowledge)
     }
     fixed = {
@@ -429,11 +459,22 @@ def fitted(knowledge: Knowledge, params: Params, seed: int) -> Params:
         if part.shared
     }
     optimizer = torch.optim.Adam(list(own.values()), lr=_RATE)
-    batch = _nothing_known(*what.shape)
-    for _ in range(_STEPS):
+    for _ in range(_AGAIN if before else _STEPS):
         optimizer.zero_grad()
-        logits = knowledge.model.logits({**fixed, **own}, batch)
+        logits = knowledge.model.logits({**fixed, **own}, _nothing_known(*what.shape))
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, weight, reduction="sum")
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {name: value.detach() for name, value in own.items()}
+
+
+def _some(targets: Tensor, seed: int) -> Tensor:
+    """At most so many targets of each adversary, f32[A, I]."""
+    lot = random.uniform(seed, "some targets", np.arange(len(targets))[:, None], np.arange(targets.shape[1]))
+    order = (torch.from_numpy(lot) * targets).topk(min(_FEW, targets.shape[1]), dim=1).indices
+    return torch.zeros_like(targets).scatter_(1, order, 1.0) * targets
+
+
+def _drawn(part: Component, row: NDArray[np.int64], seed: int) -> Tensor:
+    """The first values of something that is kept, f32[A, *shape]."""
+    return part.draw(seed, row) if part.storage == "per_user" else part.draw(seed).expand(len(row), *part.shape)

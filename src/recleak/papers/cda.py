@@ -34,7 +34,7 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import CommunityThroughItems, PeerCommunity, ServerCommunity
+from recleak.attacks.community import CommunityThroughItems, PeerCommunity, ServerCommunity, colluding
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.source import open_data
@@ -87,13 +87,7 @@ class Setting:
 
     def groups(self, share: float) -> Tensor:
         """Each adversary with its colluders, a random share of all nodes, bool[U, U]."""
-        users = self.train.n_users
-        groups = torch.eye(users, dtype=torch.bool)
-        count = round(share * users)
-        if count:
-            lot = random.bits(self.seed, "colluders", np.arange(users)[:, None], np.arange(users)).argsort(1)
-            groups.scatter_(1, torch.from_numpy(lot[:, :count].copy()), True)
-        return groups
+        return colluding(self.train.n_users, share, self.seed)
 
     def knowledge(self, **public: Tensor) -> Knowledge:
         """Models are public; so is how many items people have on average."""
@@ -212,7 +206,8 @@ def _tap(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[An
         return grade_communities(answer, truth, made.size, everybody)
 
     if ask["attack"] == "chain":
-        return Watching(Server(), CommunityThroughItems(), made.knowledge(), question, grade)
+        rounds = {*range(10), *range(9, made.protocol.rounds, 10)}  # it is the same after everybody's first upload
+        return Watching(Server(), CommunityThroughItems(), made.knowledge(), question, grade, rounds)
     public = {"excluded": made.targets} if ask.get("disjoint") else {}
     scoring: Any = ask.get("scoring", "ndcg" if made.variant == CODE else "confidence")
     vector: Any = ask.get("vector", "told" if isinstance(made.defense, ShareLess) else "sent")

@@ -151,6 +151,7 @@ class GossipModel:
     loss: tuple[float, ...]  # mean over the visits of each tick; NaN where nothing arrived
     visits: tuple[int, ...]  # local trainings in each tick
     rejected: tuple[int, ...] = ()  # nodes that sent something unusable
+    trainings: tuple[int, ...] = ()  # of each user: after how many merges it trained
 
     def scores(self, users: Tensor) -> Tensor:
         """Every item for each of the given users: i64[B] -> f32[B, I]."""
@@ -196,9 +197,9 @@ def train_gossip(
     run.walk(InProcess(threads), show_progress)
     for tap in taps:
         tap.close()
-    return GossipModel(
-        run.task, run.params, run.store, run.train, tuple(run.loss), tuple(run.visits), tuple(sorted(run.rejected))
-    )
+    rejected, trainings = tuple(sorted(run.rejected)), tuple(run.trainings.tolist())
+    loss, visits = tuple(run.loss), tuple(run.visits)
+    return GossipModel(run.task, run.params, run.store, run.train, loss, visits, rejected, trainings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,6 +275,7 @@ class _Run:
         self.due: dict[int, list[_Mail]] = {}  # by the tick in which they arrive
         self.faulty: dict[int, Tamper] = {}
         self.confidants = np.zeros(0, np.int64)
+        self.trainings = np.zeros(train.n_users, np.int64)
         self.snapshots: dict[int, NodeParams] = {}  # by tick: what was sent in it
         self.tick, self.loss, self.visits, self.rejected = 0, list[float](), list[int](), set[int]()
 
@@ -398,6 +400,7 @@ class _Run:
     def _wave(self, session: Session, wave: _Mail, number: int) -> tuple[float, int]:
         """Merge and train, each receiver once; the sum of the losses, and how many nodes trained."""
         nodes = np.unique(wave.receiver)
+        self.trainings[nodes] += 1
         own = self._performance(wave, nodes)
         chunks = [nodes[start : start + self.chunk] for start in range(0, len(nodes), self.chunk)]
 
