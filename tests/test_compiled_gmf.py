@@ -12,8 +12,10 @@ import torch
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Chain, Defense
 from recleak.defenses.clipping import ClipByNorm
+from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
 from recleak.defenses.labels import FakeItems
 from recleak.defenses.noise import GaussianNoise
+from recleak.defenses.sharing import Share
 from recleak.models.components import Normal, sharing
 from recleak.models.mf import GMF
 from recleak.testing.models import assert_close, assert_equals_loop, ragged, visits
@@ -77,8 +79,24 @@ def test_defenses_before_and_after(defense: Defense) -> None:
         assert_same(one, other)
 
 
-def test_a_client_does_not_depend_on_its_chunk() -> None:
-    task, data = Task(MODEL, MODEL.components(), KEEP, Defense(), 3), ragged()
+@pytest.mark.parametrize("training", [FULL, KEEP], ids=["fresh", "kept"])
+@pytest.mark.parametrize("defense", [DPSGD(0.0, 0.05), DPSGD(0.7, 0.05), Chain((Share(), DPSGD(0.3, 2.0)))])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_clipped_examples_with_noise(training: LocalTraining, defense: Defense, bias: bool) -> None:
+    model = GMF(5, bias, init=Normal(0.5))
+    task, client = Task(model, defense.sharing(model.components()), training, defense, 3), np.arange(0, 24, 3)
+    assert compiled_gmf.fits(task, torch.device("cpu"))
+    got = visits(train, task, ragged(), client, rounds=3)
+    with general():
+        expected = visits(train, task, ragged(), client, rounds=3)
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other)
+    assert len(got[0].update.item) == 24 * len(client), "every row is sent"
+
+
+@pytest.mark.parametrize("defense", [Defense(), DPSGD(0.5)], ids=["none", "noise"])
+def test_a_client_does_not_depend_on_its_chunk(defense: Defense) -> None:
+    task, data = Task(MODEL, MODEL.components(), KEEP, defense, 3), ragged()
     together = visits(train, task, data, np.arange(24), rounds=2)[-1]
     for client in (0, 7, 23):
         alone = visits(train, task, data, np.array([client]), rounds=2)[-1]
@@ -103,6 +121,9 @@ def test_what_the_loop_does_not_know_goes_the_general_way() -> None:
     assert not fits(LocalTraining(batch_size=None, optimizer=Adam(0.1, weight_decay=0.1)))
     assert not fits(LocalTraining(batch_size=None, loss="bpr"))
     assert not fits(FULL, Own(5))
+    assert not fits(FULL, defense=ClippedMeanNoise())
+    assert not fits(FULL, defense=Chain((DPSGD(1.0), ClippedMeanNoise())))
+    assert not compiled_gmf.direct(Task(MODEL, MODEL.components(), KEEP, DPSGD(1.0)), torch.float32)
     assert not compiled_gmf.fits(Task(MODEL, MODEL.components(), FULL), torch.device("meta"))
 
 

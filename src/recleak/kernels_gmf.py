@@ -115,6 +115,54 @@ def gmf_visits(
 
 
 @compiled
+def clipped_sums(
+    row: I64, label: F32, offset: I64,  # i64[E], f32[E], i64[C + 1]: examples
+    table: F32, user: F32, head: F32, bias: F32, with_bias: bool,  # f32[N, d], f32[C, d] twice, f32[C]
+    clip: float,
+    of_rows: F32, of_user: F32, of_head: F32, of_bias: F32,  # zeros of the same shapes
+    loss: F32,  # f32[C]: the mean over examples is added
+) -> None:  # fmt: skip
+    """The sum over each client's examples of their gradients, each scaled to a norm of at most `clip` in all parts."""
+    d = table.shape[1]
+    for c in range(user.shape[0]):
+        total = 0.0
+        for e in range(offset[c], offset[c + 1]):
+            q = table[row[e]]
+            score = bias[c] if with_bias else np.float32(0)
+            for j in range(d):
+                score += head[c, j] * user[c, j] * q[j]
+            small = exp(-abs(score))
+            total += max(score, 0) - label[e] * score + log1p(small)
+            slope = (1 / (1 + small) if score >= 0 else small / (1 + small)) - label[e]
+            norm = 1.0 if with_bias else 0.0
+            for j in range(d):
+                norm += (head[c, j] * user[c, j]) ** 2 + (head[c, j] * q[j]) ** 2 + (user[c, j] * q[j]) ** 2
+            norm = abs(slope) * sqrt(norm)
+            slope *= min(1.0, clip / norm) if norm > 0 else 1.0
+            mine = of_rows[row[e]]
+            for j in range(d):
+                mine[j] += slope * head[c, j] * user[c, j]
+                of_user[c, j] += slope * head[c, j] * q[j]
+                of_head[c, j] += slope * user[c, j] * q[j]
+            of_bias[c] += slope
+        loss[c] += total / (offset[c + 1] - offset[c])
+
+
+@compiled
+def adam_step(
+    value: F32, mean: F32, square: F32, gradient: F32,  # f32[N, d] each
+    first_row: I64, last_row: I64, age: I64,  # i64[C]: of each client the rows, and the number of the step, from 1
+    rate: float, beta1: float, beta2: float, epsilon: float,
+) -> None:  # fmt: skip
+    """One step of Adam on the rows of clients."""
+    for c in range(age.shape[0]):
+        size = np.float32(rate / (1 - beta1 ** age[c]))
+        root, eps = np.float32(sqrt(1 - beta2 ** age[c])), np.float32(epsilon)
+        for n in range(first_row[c], last_row[c]):
+            _adam(value[n], mean[n], square[n], gradient[n], size, root, eps, np.float32(beta1), np.float32(beta2))
+
+
+@compiled
 def _adam(
     value: F32, mean: F32, square: F32, gradient: F32,
     size: np.float32, root: np.float32, eps: np.float32, beta1: np.float32, beta2: np.float32,

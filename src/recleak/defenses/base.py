@@ -273,7 +273,7 @@ def received(update: Update, name: str) -> Tensor:
 
 def without_data_hooks(defense: Defense) -> Defense:
     """The same defense for a client whose data and features have been changed already; nested chains become one."""
-    rest = tuple(part for part in _flat(defense) if not hooks(part) <= {"data", "features"})
+    rest = tuple(part for part in parts_of(defense) if not hooks(part) <= {"data", "features"})
     for part in rest:
         if hooks(part) & {"data", "features"}:
             raise ConfigError(f"{part!r} changes data and more, expected one hook or the other: a chain of two parts.")
@@ -282,11 +282,11 @@ def without_data_hooks(defense: Defense) -> Defense:
     return Chain(rest) if len(rest) > 1 else rest[0]
 
 
-def _flat(defense: Defense) -> Iterator[Defense]:
+def parts_of(defense: Defense) -> Iterator[Defense]:
     """The parts of a chain, and of the chains in it, in order."""
     if type(defense) is Chain:
         for part in defense.defenses:
-            yield from _flat(part)
+            yield from parts_of(part)
     else:
         yield defense
 

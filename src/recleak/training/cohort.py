@@ -106,8 +106,8 @@ def train(task: Task, received: Params, kept: Update, data: LocalData, round: in
     if "data" in hooks(task.defense):
         data = defended_data(task, data)
     if fits(task, kept.client.device):
-        update, rest, loss = train_gmf(task, received, kept, data)
         streams = Streams.simulated(task.seed, round, data.client)
+        update, rest, loss = train_gmf(task, received, kept, data, streams)
         return _finished(task, update, rest, loss, positives_of(data), task.training.epochs * len(loss), streams, round)
     width = widths(task, data.count, kept.client.device)
     places = [np.flatnonzero(width == each) for each in np.unique(width)]

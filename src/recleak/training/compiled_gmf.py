@@ -6,6 +6,7 @@ not in them. What is computed is the same: tests hold the two against each other
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recleak.defenses.base import hooks
-from recleak.kernels_gmf import count_rows, gmf_visits, judge_models, place_rows
+from recleak.defenses.base import Defense, hooks, parts_of
+from recleak.kernels_gmf import adam_step, clipped_sums, count_rows, gmf_visits, judge_models, place_rows
 from recleak.models.base import Params
 from recleak.models.mf import GMF
+from recleak.streams import Streams
 from recleak.training.local import LocalData
 from recleak.training.optimizers import Adam, learning_rate
 from recleak.training.visit import AGE
@@ -41,16 +43,26 @@ def fits(task: Task, device: torch.device) -> bool:
         and not adam.accumulate
         and training.batch_size is None
         and training.loss == "bce"
-        and not hooks(task.defense) & {"penalty", "gradient", "epoch", "features"}
+        and _knows(task.defense)
         and all(part.shared for part in task.components if part.storage == "per_item")
         and device.type == "cpu"
     )
 
 
-def train_gmf(task: Task, received: Params, kept: Update, data: LocalData) -> tuple[Update, Update, Tensor]:
+def _knows(defense: Defense) -> bool:
+    """Whether nothing of a defense acts between the steps but the clipping of examples and noise on their sum."""
+    if defense.example_bound is None:
+        return not hooks(defense) & {"penalty", "gradient", "epoch", "features"}
+    own = (type(part).gradient is not Defense.gradient for part in parts_of(defense))
+    return not hooks(defense) & {"penalty", "epoch", "features"} and not any(own)
+
+
+def train_gmf(
+    task: Task, received: Params, kept: Update, data: LocalData, streams: Streams
+) -> tuple[Update, Update, Tensor]:
     """What clients changed of what they share, what they keep, and the mean loss of each, f32[C]."""
     adam, client = _adam(task), kept.client
-    item, offset, row, kept_row = _held(kept, data)
+    item, offset, row, kept_row = _held(kept, data, every=task.defense.holds_every_row)
     table = rows_of(received, "item", client.repeat_interleave(offset.diff()), item).contiguous()
     moments = [torch.zeros_like(table), torch.zeros_like(table)]
     if adam.keep:
@@ -59,7 +71,12 @@ def train_gmf(task: Task, received: Params, kept: Update, data: LocalData) -> tu
     small = _Small.of(task, received, kept)
     before, begin = table.clone(), {name: value.clone() for name, value in small.values.items()}
     rows = [each.numpy() for each in (table, *moments)]
-    loss = _walk(task, small, rows, row, (offset[:-1].numpy(), offset[1:].numpy()), data)
+    bounds = offset[:-1].numpy(), offset[1:].numpy()
+    if task.defense.example_bound is None:
+        loss = _walk(task, small, rows, row, bounds, data)
+    else:
+        whole = Update(client, small.values, {"item": table}, item, offset, data.n_items, received)
+        loss = _walk_private(task, small, whole, moments, row, data, streams)
     changed = {name: small.values[name] - begin[name] for name in small.shared}
     update = Update(client, changed, {"item": table - before}, item, offset, data.n_items, received)
     if not adam.keep:
@@ -111,7 +128,8 @@ def judge_nodes(
 def direct(task: Task, precision: torch.dtype) -> bool:
     """Whether nodes can train in place: nothing acts on what they change, and tables are as the loop needs them."""
     adam = task.training.optimizer
-    plain = fits(task, torch.device("cpu")) and not hooks(task.defense) & {"upload", "data"}
+    acts = hooks(task.defense) & {"upload", "data"} or task.defense.example_bound is not None
+    plain = fits(task, torch.device("cpu")) and not acts
     return plain and adam.keep and precision == torch.float32
 
 
@@ -191,10 +209,68 @@ def _walk(
     return loss
 
 
-def _held(kept: Update, data: LocalData) -> tuple[Tensor, Tensor, NDArray[np.int64], Tensor]:
+def _walk_private(
+    task: Task,
+    small: _Small,
+    whole: Update,
+    moments: list[Tensor],
+    row: NDArray[np.int64],
+    data: LocalData,
+    streams: Streams,
+) -> Tensor:
+    """All steps with clipped examples and the hook on their sum; `whole` is what clients have, changed in place."""
+    adam, clip = _adam(task), task.defense.example_bound
+    if clip is None:
+        raise AssertionError("only asked where examples are clipped")
+    clients, size = len(data.client), torch.from_numpy(data.count)
+    loss, noisy = torch.zeros(clients), "batch_sum" in hooks(task.defense)
+
+    def divided(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+        return tensor / (size if owner is None else size[owner]).reshape(-1, *[1] * (tensor.dim() - 1))
+
+    for step in range(small.epochs):
+        total = whole.map(lambda name, tensor, owner: torch.zeros_like(tensor))
+        user, head, bias = (_flat_value(whole.values.get(name), clients) for name in _PARTS)
+        of_user, of_head, of_bias = (_flat_value(total.values.get(name), clients) for name in _PARTS)
+        clipped_sums(
+            row, data.label, data.offset, whole.rows["item"].numpy(), user, head, bias[:, 0], _BIAS in whole.values,
+            clip, total.rows["item"].numpy(), of_user, of_head, of_bias[:, 0], loss.numpy(),
+        )  # fmt: skip
+        if noisy:
+            total = task.defense.batch_sum(total, streams.at(step).within("batch_sum"))
+        _step_all(adam, whole, {**small.moments, "item": moments}, total.map(divided), small.steps + step + 1)
+    return loss / small.epochs
+
+
+def _step_all(adam: Adam, whole: Update, moments: Mapping[str, list[Tensor]], gradient: Update, time: Tensor) -> None:
+    """One step of Adam on all that clients have, in place; `time` i64[C] counts the steps of each from 1."""
+    one_each = torch.arange(whole.n_clients + 1)
+
+    def stepped(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+        slope = (gradient.values if owner is None else gradient.rows)[name].contiguous()
+        ends = (one_each if owner is None else whole.offset).numpy()
+        flat = (each.numpy().reshape(len(tensor), -1) for each in (tensor, *moments[name], slope))
+        rate = learning_rate(adam, name)
+        adam_step(*flat, ends[:-1], ends[1:], time.numpy(), rate, adam.beta1, adam.beta2, adam.epsilon)
+        return tensor
+
+    whole.map(stepped)
+
+
+def _flat_value(value: Tensor | None, clients: int) -> NDArray[np.float32]:
+    """f32[C, d]; zeros for a component that the model does not have."""
+    return np.zeros((clients, 1), np.float32) if value is None else value.numpy().reshape(clients, -1)
+
+
+def _held(kept: Update, data: LocalData, *, every: bool) -> tuple[Tensor, Tensor, NDArray[np.int64], Tensor]:
     """The items that clients hold, i64[N], their offsets, and the rows of examples, i64[E], and of what was kept."""
-    clients = len(data.client)
+    clients, n_items = len(data.client), data.n_items
     before = kept.item.numpy(), kept.offset.numpy()
+    if every:
+        all_rows = np.tile(np.arange(n_items), clients)
+        own = kept.client.new_tensor(np.repeat(np.arange(clients), np.diff(before[1])) * n_items) + kept.item
+        row = np.repeat(np.arange(clients) * n_items, data.count) + data.item
+        return torch.from_numpy(all_rows), torch.arange(clients + 1) * n_items, row, own
     count = np.empty(clients, np.int64)
     count_rows(data.item, data.offset, *before, data.n_items, count)
     offset = np.concatenate([[0], np.cumsum(count)])
