@@ -40,9 +40,9 @@ NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
     Aggregator: ("popularity-of-sums",),
 }
 ATTRIBUTE_NULLS = ("majority", "proportional")
-COMMUNITY_NULLS: Mapping[type[Vantage[Any]], Mapping[str, Any]] = {
-    Server: {"use": "community", "scoring": "random"},
-    Peers: {"use": "community-of-peers", "scoring": "random"},
+COMMUNITY_NULLS: Mapping[type[Vantage[Any]], tuple[str, Mapping[str, Any]]] = {
+    Server: ("random users", {"use": "community", "scoring": "random"}),
+    Peers: ("random peers", {"use": "community-of-peers", "scoring": "random"}),
 }
 Kind = Literal["attack", "null", "component", "canary"]
 

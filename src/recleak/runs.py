@@ -199,7 +199,7 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
         nulls += [Ask(name, {"use": name}, "null", **about) for name in ATTRIBUTE_NULLS]
     for vantage in dict.fromkeys(_vantage(ask) for ask in attacks if ask.community):
         about = {**common, "community": experiment.communities}
-        nulls.append(Ask("random users", COMMUNITY_NULLS[vantage], "null", **about))
+        nulls.append(Ask(*COMMUNITY_NULLS[vantage], "null", **about))
     parts = [
         replace(ask, kind="component", role=role)
         for ask in attacks

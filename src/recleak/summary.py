@@ -56,7 +56,8 @@ _NULLS = {
     "all-positive": "who takes all touched items for own ones",
     "majority": "who always says the most frequent class",
     "proportional": "who guesses by how frequent the classes are",
-    "random users": "who guesses at random among those it heard of",
+    "random users": "who guesses at random",
+    "random peers": "who guesses at random among those it heard of",
 }
 
 
