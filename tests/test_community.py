@@ -203,6 +203,24 @@ def test_what_was_told_is_the_adversarys_own() -> None:
     assert not bool(torch.isfinite(score[:, :3]).any())
 
 
+@pytest.mark.parametrize("scoring", ["confidence", "calibrated", "standardized"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_compiled_scores_are_those_of_the_general_way(scoring: Scoring, bias: bool) -> None:
+    class Other(GMF):
+        """The same, but it may compute something else, so nothing compiled is used."""
+
+    data, _ = checkerboard(8, 12)
+    everybody, scores = torch.arange(8), []
+    for model in (GMF(4, bias, Normal(0.5)), Other(4, bias, Normal(0.5))):
+        public = knowledge_of(data, Defense()).public
+        known = Knowledge(model, 8, 12, model.components(), LOCAL, public=public)
+        tap = Listening(Server(), ServerCommunity(scoring=scoring, vector="told"), known)
+        protocol = Federated(rounds=2, local=LOCAL)
+        train_federated(protocol, GMF(4, bias, Normal(0.5)), data, taps=[tap], confidants=range(8), show_progress=False)
+        scores.append(tap.answer(WhoBelongs(everybody, everybody)))
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
+
+
 def test_fitted_vectors_like_their_targets() -> None:
     data, _ = checkerboard(8, 12)
     known = knowledge_of(data, Defense())

@@ -223,3 +223,46 @@ def judge_models(
                 gains += 1 / np.log2(rank + 2)
         size = max(end - begin, 1)
         out[k] = hits / size * gains / size
+
+
+@compiled
+def score_pairs(
+    table: F32, head: F32, bias: F32,  # f32[m, I, d], f32[m, d], f32[m]: of models
+    vector: F32,  # f32[A, d]: of adversaries
+    item: I64, offset: I64,  # i64[T], i64[A + 1]: targets
+    sample: I64,  # i64[S]: random items
+    adversary: I64, model: I64,  # i64[k]: pairs
+    chances: bool, standard: bool,  # by chances or by scores; over the standard deviation of the sample
+    out: F32,  # f32[k]
+) -> None:  # fmt: skip
+    """The mean over an adversary's targets by a model with its vector, minus that of a sample if there is one."""
+    d = table.shape[2]
+    turned = np.empty(d, np.float32)
+    for k in range(adversary.shape[0]):
+        a, rows = adversary[k], table[model[k]]
+        for j in range(d):
+            turned[j] = vector[a, j] * head[model[k], j]
+        total = 0.0
+        for t in range(offset[a], offset[a + 1]):
+            total += _scored(turned, rows[item[t]], bias[model[k]], chances)
+        mean = total / max(offset[a + 1] - offset[a], 1)
+        if sample.shape[0]:
+            first, second = 0.0, 0.0
+            for t in range(sample.shape[0]):
+                value = _scored(turned, rows[sample[t]], bias[model[k]], chances)
+                first += value
+                second += value * value
+            count = sample.shape[0]
+            first /= count
+            mean -= first
+            if standard:
+                mean /= max(sqrt(max(second / count - first * first, 0.0) * count / max(count - 1, 1)), 1e-12)
+        out[k] = mean
+
+
+@compiled
+def _scored(turned: F32, row: F32, bias: np.float32, chances: bool) -> float:
+    score = float(bias)
+    for j in range(turned.shape[0]):
+        score += float(turned[j] * row[j])
+    return 1 / (1 + exp(-score)) if chances else score

@@ -41,8 +41,10 @@ from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichItems, WhoBelongs
 from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.errors import ConfigError
+from recleak.kernels_gmf import score_pairs
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
+from recleak.models.mf import GMF
 from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Server, ServerMessage, Upload
 
 Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random"]
@@ -158,11 +160,13 @@ class _Community:
     ) -> Tensor:
         """With a vector of each adversary: its targets are all that is scored, and for a mean a sample of items."""
         tables = [part.name for part in knowledge.components if part.storage == "per_item"]
-        item, inside = _padded(targets)  # i64[A, t], bool[A, t]
         sample = torch.from_numpy(
             random.bits(self.seed, "sample of items", range(knowledge.n_items)).argsort()[:_SAMPLE]
         )
         beside = sample if self.scoring != "confidence" else sample[:0]
+        if type(knowledge.model) is GMF and set(vectors) == {"user"}:
+            return self._of_pairs_compiled(models, vectors["user"], targets, beside, adversary, model)
+        item, inside = _padded(targets)  # i64[A, t], bool[A, t]
         out = torch.full((len(adversary),), UNSEEN)
         size = sum(models[name][0, 0].numel() for name in tables) if len(model) else 1
         for some in _similar(inside.sum(1)[adversary], len(beside), size):
@@ -177,6 +181,19 @@ class _Community:
             with torch.no_grad():
                 logits = knowledge.model.logits(params, _nothing_known(*what.shape))  # f32[k, B]
             out[some] = self._of_targets(logits, inside[who, :wide])
+        return out
+
+    def _of_pairs_compiled(
+        self, models: Params, vector: Tensor, targets: Tensor, sample: Tensor, adversary: Tensor, model: Tensor
+    ) -> Tensor:
+        """The same for generalized matrix factorization."""
+        owner, item = targets.nonzero(as_tuple=True)
+        offset = torch.searchsorted(owner, torch.arange(len(targets) + 1))
+        head, out = models["head.1.weight"].squeeze(-1), torch.empty(len(adversary))
+        bias = models["head.1.bias"].squeeze(-1) if "head.1.bias" in models else torch.zeros(len(head))
+        given = (models["item"], head, bias, vector, item, offset, sample, adversary, model)
+        chances, standard = self.scoring != "standardized", self.scoring == "standardized"
+        score_pairs(*(each.contiguous().numpy() for each in given), chances, standard, out.numpy())
         return out
 
     def _of_targets(self, logits: Tensor, inside: Tensor) -> Tensor:
@@ -427,11 +444,11 @@ def _padded(targets: Tensor) -> tuple[Tensor, Tensor]:
 def _similar(count: Tensor, beside: int, size: int) -> Iterator[Tensor]:
     """Places of pairs with about as many targets, so many at a time that memory is bounded, i64[k]."""
     order = count.argsort()
-    widths, start = ((count[order] + beside) * size).tolist(), 0
+    width, start = (count[order] + beside) * size, 0
     while start < len(order):
-        end = start + 1
-        while end < len(order) and (end + 1 - start) * widths[end] < _NUMBERS:
-            end += 1
+        some = width[start : start + max(1, _NUMBERS // max(1, int(width[start])))]
+        fits = torch.arange(1, len(some) + 1) * some <= _NUMBERS  # ascending, so these are the first ones
+        end = start + max(1, int(fits.sum()))
         yield order[start:end]
         start = end
 
