@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 import recleak.defenses
-from recleak.accounting import Entry, gaussian_epsilon, ledger, participations, pure_epsilon
+from recleak.accounting import Entry, ledger, participations
 from recleak.data.source import open_data
 from recleak.defenses.base import Chain, Defense
 from recleak.defenses.clipping import ClipByNorm, Per
@@ -29,6 +29,7 @@ from recleak.defenses.proximal import Proximal
 from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.defenses.sparsify import SignOnly
+from recleak.epsilon import gaussian_epsilon, pure_epsilon
 from recleak.errors import ConfigError
 from recleak.findings import TABLES
 from recleak.metrics.lower_bound import from_rates

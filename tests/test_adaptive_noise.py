@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recleak import kernels
-from recleak.accounting import Entry, gaussian_epsilon, ledger
+from recleak.accounting import Entry, ledger
 from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian, Moment, levels_from
 from recleak.defenses.base import Chain, Defense, check, hooks
 from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.noise import GaussianNoise, LaplaceNoise, Rows
 from recleak.defenses.sharing import Share, ShareLess
+from recleak.epsilon import gaussian_epsilon
 from recleak.errors import ConfigError, NotFoundError
 from recleak.models.base import Model
 from recleak.models.components import Component, FanIn, Normal

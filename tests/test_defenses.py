@@ -442,8 +442,8 @@ def test_unit_norms_have_the_same_bits_in_a_batch_and_alone(shape: tuple[int, ..
 def test_long_norms_have_the_same_bits_in_a_batch_and_alone() -> None:
     """torch splits a long sum over its threads if the result is one number."""
     values = torch.from_numpy(np.random.default_rng(0).normal(size=(20, 150_000)).astype(np.float32))
-    together = clipping._squared_norms(values)
-    alone = torch.cat([clipping._squared_norms(row[None]) for row in values])
+    together = clipping.squared_norms(values)
+    alone = torch.cat([clipping.squared_norms(row[None]) for row in values])
     assert torch.equal(together, alone)
 
 
@@ -591,6 +591,9 @@ class Everything(Defense):
     def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
         return self.mark * moved.values["bias"].square()
 
+    def batch_sum(self, total: Update, streams: Streams) -> Update:
+        return GaussianNoise(self.mark).upload(total, streams)
+
     def gradient(self, gradient: Update, streams: Streams) -> Update:
         return GaussianNoise(self.mark).upload(gradient, streams)
 
@@ -604,7 +607,7 @@ class Everything(Defense):
 def test_chain_runs_every_hook_of_every_part_in_order() -> None:
     chain = Chain((Everything(1.0), Defense(), Everything(2.0)))
     update = example_update()
-    for hook in ("gradient", "epoch", "upload"):
+    for hook in ("batch_sum", "gradient", "epoch", "upload"):
         first = GaussianNoise(1.0).upload(update, streams(update).within("0"))
         both = GaussianNoise(2.0).upload(first, streams(update).within("2"))
         assert_same(getattr(chain, hook)(update, streams(update)), both, hook)

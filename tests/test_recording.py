@@ -128,7 +128,7 @@ def test_sha256sum_reads_the_digests(folder: Path) -> None:
 
 def test_a_recording_holds_what_its_vantage_point_sees(tmp_path: Path) -> None:
     one = torch.tensor([1])
-    extra: list[Message] = [Push(0, one, one, {"w": torch.ones(1)}), Disclosure(one, {}, {"age": one})]
+    extra: list[Message] = [Push(0, one, one, {"w": torch.ones(1)}, one - 1), Disclosure(one, {}, {"age": one})]
     expected: dict[str, tuple[Vantage[Any], set[type]]] = {
         "aggregator": (Aggregator(), {Broadcast, Disclosure}),
         "peers": (Peers(torch.ones(1, 2, dtype=torch.bool)), {Push, Disclosure}),

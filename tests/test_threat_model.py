@@ -18,6 +18,7 @@ ALLOWED = {
     "recleak.defenses",
     "recleak.errors",
     "recleak.kernels",
+    "recleak.kernels_gmf",
     "recleak.metrics",
     "recleak.models",
     "recleak.random",

@@ -221,7 +221,9 @@ def aggregates(draw: st.DrawFn) -> Aggregate:
 @st.composite
 def pushes(draw: st.DrawFn) -> Push:
     n = draw(st.integers(0, 4))
-    return Push(draw(rounds), draw(ids(n)), draw(ids(n)), draw(tables(n)))
+    model = draw(st.sampled_from([torch.arange(n), torch.zeros(n, dtype=torch.int64)]))
+    params = draw(tables(len(model.unique())))  # type: ignore[no-untyped-call]
+    return Push(draw(rounds), draw(ids(n)), draw(ids(n)), params, model)
 
 
 @st.composite
@@ -381,7 +383,7 @@ def test_an_upload_that_does_not_fit_is_refused(change: dict[str, Any], words: s
         encode(_upload(**change))
 
 
-one = torch.tensor([1])
+one, first = torch.tensor([1]), torch.tensor([0])
 
 
 @pytest.mark.parametrize(
@@ -394,9 +396,11 @@ one = torch.tensor([1])
         (Aggregate(0, one, {"a": torch.zeros(3, 2)}, {"a": torch.zeros(2)}, 1.0), "each row of a component"),
         (Aggregate(0, one, {"a": torch.zeros(())}, {"a": torch.zeros(2)}, 1.0), "each row of a component"),
         (Aggregate(0, one, {}, {"a": torch.zeros(2)}, 1.0), "missing"),
-        (Push(0, one, torch.tensor([1, 2]), {}), "receiver"),
-        (Push(0, one, -one, {}), "negative receiver"),
-        (Push(0, one, one, {"a": torch.zeros(2, 2)}), r"params/a"),
+        (Push(0, one, torch.tensor([1, 2]), {}, first), "receiver"),
+        (Push(0, one, -one, {}, first), "negative receiver"),
+        (Push(0, one, one, {"a": torch.zeros(2, 2)}, first), "each of them carried by a push"),
+        (Push(0, one, one, {"a": torch.zeros(1, 2), "b": torch.zeros(2)}, first), r"params/b"),
+        (Push(0, one, one, {"a": torch.zeros(1, 2)}, torch.tensor([1])), "each of them carried by a push"),
         (Recommendations(0, one, torch.tensor([[-1, 3]])), "-1 at the end only"),
         (Recommendations(0, one, torch.tensor([[3, -2]])), "below -1"),
         (Recommendations(0, one, torch.tensor([3])), r"'item' i64\[1\], expected i64\[B, K\] with B = 1"),
@@ -411,8 +415,8 @@ def test_other_messages_that_do_not_fit_are_refused(message: Message, words: str
 
 def _with(**changes: Any) -> bytes:
     """The bytes of a push with another header."""
-    header = {"version": 1, "kind": "push", "numbers": {"round": 0}, "tensors": ["sender", "receiver"]}
-    arrays = {"sender": np.zeros(1, np.int64), "receiver": np.zeros(1, np.int64)}
+    header = {"version": 1, "kind": "push", "numbers": {"round": 0}, "tensors": ["sender", "receiver", "model"]}
+    arrays = {name: np.zeros(1, np.int64) for name in ("sender", "receiver", "model")}
     return save(arrays, {"recleak": json.dumps(header | changes)})
 
 
@@ -432,7 +436,7 @@ def _with(**changes: Any) -> bytes:
         ({"numbers": {"round": 10**400}}, "whole number"),
         ({"numbers": {"round": float("nan")}}, "does not fit"),
         ({"tensors": ["sender"]}, "tensors .*, expected those it names: sender"),
-        ({"tensors": ["sender", "receiver", "receiver"]}, "tensors"),
+        ({"tensors": ["sender", "receiver", "model", "receiver"]}, "tensors"),
         ({"tensors": "sender"}, "does not fit"),
         ({"code": "import os"}, "does not fit"),
     ],
@@ -487,7 +491,7 @@ ONE_OF_EACH: list[Message] = [
     Broadcast(0, {}),
     _upload(),
     Aggregate(0, one, {}, {}, 1.0),
-    Push(0, one, one, {}),
+    Push(0, one, one, {}, first),
     Recommendations(0, one, one[:, None]),
     Disclosure(one, {}, {}),
 ]
@@ -512,7 +516,7 @@ def test_who_sees_what(vantage: wire.Vantage[Any], expected: list[type[Message]]
 def test_peers_see_what_their_groups_received() -> None:
     groups = torch.tensor([[True, False, False, False], [True, False, True, False]])
     sender, receiver = torch.tensor([3, 2, 1, 0, 3]), torch.tensor([0, 1, 2, 3, 2])
-    push = Push(7, sender, receiver, {"w": torch.arange(10.0).reshape(5, 2), "b": torch.arange(5.0)})
+    push = Push(7, sender, receiver, {"w": torch.arange(10.0).reshape(5, 2), "b": torch.arange(5.0)}, torch.arange(5))
     seen = Peers(groups).sees(push)
     assert isinstance(seen, Push)
     assert seen.round == 7
@@ -529,21 +533,21 @@ def test_groups_equal_separate_runs() -> None:
     generator = torch.Generator().manual_seed(0)
     groups = torch.rand(3, 6, generator=generator) < 0.4
     sender, receiver = torch.randint(6, (2, 20), generator=generator)
-    push = Push(0, sender, receiver, {"w": torch.rand(20, 2, generator=generator)})
+    push = Push(0, sender, receiver, {"w": torch.rand(20, 2, generator=generator)}, torch.arange(20))
     together = Peers(groups).sees(push)
     assert isinstance(together, Push)
     for group in groups:
         alone = Peers(group[None]).sees(push)
         mine = group[together.receiver]
         assert isinstance(alone, Push)
-        assert torch.equal(alone.params["w"], together.params["w"][mine])
+        assert torch.equal(alone.params["w"][alone.model], together.params["w"][together.model][mine])
 
 
 def test_peers_with_groups_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"i64\[2\], expected bool\[A, nodes\]"):
         Peers(torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=r"outside \[0, 1\)"):
-        Peers(torch.ones(1, 1, dtype=torch.bool)).sees(Push(0, one, one, {}))
+        Peers(torch.ones(1, 1, dtype=torch.bool)).sees(Push(0, one, one, {}, first))
 
 
 # --- attacks and knowledge --------------------------------------------------------------------------------------------
@@ -577,7 +581,7 @@ def test_listening_holds_nothing_live() -> None:
     table = torch.zeros(3, 2)
     listening = Listening(Server(), Hoarder(), planted_items().knowledge)
     listening.receive(Broadcast(0, {"item": table}))
-    listening.receive(Push(0, one, one, {"item": torch.ones(1, 3, 2)}))  # not for the server
+    listening.receive(Push(0, one, one, {"item": torch.ones(1, 3, 2)}, first))  # not for the server
     table += 1
     assert float(listening.state()["item"].sum()) == 0
 
@@ -590,7 +594,7 @@ def test_one_by_one() -> None:
     assert isinstance(second, Upload)
     assert (first.update.client.tolist(), first.update.item.tolist()) == ([3], [4])
     assert (second.update.client.tolist(), second.update.item.tolist()) == ([5], [0, 7])
-    push = Push(0, torch.tensor([1, 2]), torch.tensor([3, 4]), {"w": torch.tensor([5.0, 6.0])})
+    push = Push(0, torch.tensor([1, 2]), torch.tensor([3, 4]), {"w": torch.tensor([5.0, 6.0])}, torch.arange(2))
     assert [part.params["w"].tolist() for part in parts(push) if isinstance(part, Push)] == [[5], [6]]
     lists_ = Recommendations(0, torch.tensor([1, 2]), torch.tensor([[3], [4]]))
     assert [part.item.tolist() for part in parts(lists_) if isinstance(part, Recommendations)] == [[[3]], [[4]]]

@@ -25,9 +25,11 @@ from recleak.defenses.spending import (
     NoGuarantee,
     Noise,
     NoisyFeatures,
+    NoisyGradients,
     NoisyValues,
     Spending,
 )
+from recleak.epsilon import gaussian_epsilon, pure_epsilon
 from recleak.errors import ConfigError
 from recleak.models.components import Component
 from recleak.protocols.federated import Federated
@@ -52,8 +54,9 @@ _OTHER_FEATURES = "all its features replaced by any others"
 _LABEL = "the label (own or not) of one item, among the items that a client visibly trains on"
 _FLIPPED = "one item has the other label"
 _SWAPPED = "two items exchange their labels, so that the number of own items, which shows, stays"
+_EXAMPLE = "one example that a client trains on: an item and its label, or a pair of items"
+_EMPTY = "left out, its place in each batch stays empty; all other examples, and how many, are as they are"
 _NONE = "nothing"
-_LARGE = 20.0  # an epsilon of one use above which optimal composition gains nothing over the sum
 _NEVER = 36.0  # an epsilon above which no label is ever flipped: draws have 52 bits
 
 _Norms = list[tuple[frozenset[str], float]]  # so large at most, in the l2 norm over these components
@@ -115,6 +118,8 @@ def ledger(
             case NoisyValues():
                 epochs = training.epochs if training is not None and statement.each_epoch else 1
                 entries += upload.noisy_values(statements[:position], statement, uses, epochs)
+            case NoisyGradients():
+                entries += upload.noisy_gradients(statement, training, uses)
             case Bound():
                 if not any(isinstance(after, Noise) for after in statements[position + 1 :]):
                     entries.append(_nothing(statement.mechanism, _ALONE))
@@ -206,6 +211,40 @@ class _Upload:
         told = uses.told(whole.typical or 0.0, whole.delta or 0.0)
         yield replace(number, unit=_NUMBER, words=f"For the numbers with the least noise. {alone}")
         yield replace(whole, words=f"{words} {told} A client that changed nothing may be as far from others as any.")
+
+    def noisy_gradients(
+        self, statement: NoisyGradients, training: LocalTraining | None, uses: _Uses
+    ) -> Iterator[Entry]:
+        """The rows for noise on sums of clipped gradients: for one example, and for those that an interaction brings.
+
+        An example is in one batch of each epoch, and the other batches of the epoch do not depend on it but through
+        what was noisy already. So an epoch is one use of the noise, with a sensitivity of `clip`; k examples that are
+        left out together have at most k times that, wherever they are.
+        """
+        if training is None:
+            raise ConfigError(
+                "Got no training, expected it: how many local epochs there are decides what DP-SGD spends."
+            )
+        scale = statement.noise_multiplier * statement.clip
+        if why := self._fault(Noise(statement.mechanism, "gaussian", scale, every_row=True)):
+            yield _nothing(statement.mechanism, why)
+            return
+        brings = training.negatives + (training.loss != "bpr")
+        interaction = f"one interaction with the {brings} examples that it brings"
+        hint = "An own item is never drawn as a negative of another one, which tells a little and is not covered. "
+        for unit, examples, beside in ((_EXAMPLE, 1, ""), (interaction, brings, hint)):
+            reach = examples * sqrt(training.epochs) / statement.noise_multiplier  # of one upload
+            entry = _gaussian(statement.mechanism, _EMPTY, reach, uses)
+            other = gaussian_epsilon(2 * reach * sqrt(uses.most), uses.delta)
+            words = (
+                f"Gaussian noise with a standard deviation of {statement.noise_multiplier:.3g} clips on the sum of a "
+                f"batch, once for each of the {training.epochs} epochs of an upload: nothing is gained from how "
+                "batches are drawn. "
+                f"{uses.told(entry.typical or 0.0, uses.delta)} Exact for Gaussian noise (Balle and Wang 2018). "
+                f"Replaced by others, not left out, it would be {other:.3g}. {beside}Not covered: all that a client "
+                "has, and how many examples that is."
+            )
+            yield replace(entry, unit=unit, words=words)
 
     def _noise_of(self, values: NoisyValues) -> Noise:
         """The same noise by the names of what is sent."""
@@ -384,36 +423,7 @@ def _labels(statement: FlippedLabels, training: LocalTraining | None, most: int)
     ]
 
 
-# --- epsilon ----------------------------------------------------------------------------------------------------------
-
-
-def gaussian_epsilon(ratio: float, delta: float) -> float:
-    """The smallest epsilon at `delta` of Gaussian noise, for a sensitivity of `ratio` standard deviations.
-
-    delta = Phi(ratio / 2 - epsilon / ratio) - e^epsilon Phi(-ratio / 2 - epsilon / ratio) (Balle and Wang 2018, th. 8).
-    """
-    import dp_accounting
-
-    return 0.0 if ratio == 0 else float(dp_accounting.get_epsilon_gaussian(1 / ratio, delta))
-
-
-def pure_epsilon(once: float, times: int, delta: float) -> tuple[float, float, str]:
-    """Epsilon and delta of so many uses of a pure epsilon, and by which theorem: the smaller epsilon of two.
-
-    The sum, at delta 0; or the optimal composition at `delta` (Kairouz, Oh and Viswanath 2015, theorem 3.3), where each
-    use has a loss of +epsilon or -epsilon: a grid of that step holds their sum exactly.
-    """
-    total, best = once * times, inf
-    if times > 1 and 0 < once <= _LARGE:
-        from dp_accounting.pld import common, privacy_loss_distribution
-
-        one = privacy_loss_distribution.from_privacy_parameters(
-            common.DifferentialPrivacyParameters(once, 0), value_discretization_interval=once
-        )
-        best = float(one.self_compose(times).get_epsilon_for_delta(delta))
-    if best < 0.99 * total:
-        return best, delta, "Composed optimally at this delta (Kairouz, Oh and Viswanath 2015)."
-    return total, 0.0, "Composed by adding up: delta is 0."
+# --- uses -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

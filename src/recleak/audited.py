@@ -26,7 +26,11 @@ from recleak.metrics.comparison import (
 from recleak.metrics.inference import PerUser
 from recleak.metrics.intervals import Estimate, bootstrap_crossed
 
-VANTAGES = {"Server": "The server that receives uploads", "Aggregator": "The server that receives sums of uploads"}
+VANTAGES = {
+    "Server": "The server that receives uploads",
+    "Peers": "A node of the gossip that receives models",
+    "Aggregator": "The server that receives sums of uploads",
+}
 BySeed = dict[int, PerUser]
 
 

@@ -29,16 +29,21 @@ from recleak.experiment import Data, System, digest
 from recleak.files import replace_table
 from recleak.metrics.ranking import Ranks, Scorer, rank
 from recleak.utility import BASELINES, union
-from recleak.wire import Aggregator, Server, Vantage
+from recleak.wire import Aggregator, Peers, Server, Vantage
 
 VERSION = 2  # of what a cell's files mean: those of another number do not count
 KS = (10, 20)
-MEMBERSHIP = "membership"  # the question which items are a user's own; others are named after their attribute
+MEMBERSHIP = "membership"  # the question which items are a user's own
+COMMUNITY = "community"  # who is similar to an adversary's items; other questions are named after their attribute
 NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
     Server: ("random", "all-positive", "popularity"),
     Aggregator: ("popularity-of-sums",),
 }
 ATTRIBUTE_NULLS = ("majority", "proportional")
+COMMUNITY_NULLS: Mapping[type[Vantage[Any]], tuple[str, Mapping[str, Any]]] = {
+    Server: ("random users", {"use": "community", "scoring": "random"}),
+    Peers: ("random peers", {"use": "community-of-peers", "scoring": "random"}),
+}
 Kind = Literal["attack", "null", "component", "canary"]
 
 
@@ -54,17 +59,20 @@ class Ask:
     validation: float = 0.25
     attribute: str = ""  # what it is asked about; without one, about own items
     known: float = 0.0  # share of the users whose attribute the adversary knows
+    community: int = 0  # how many users it looks for, if it is asked who is similar to it
 
     @property
     def question(self) -> str:
         """As in the tables of findings."""
-        return self.attribute or MEMBERSHIP
+        return self.attribute or (COMMUNITY if self.community else MEMBERSHIP)
 
     @property
     def key(self) -> str:
         """The name of its files."""
         settings = {name: value for name, value in self.settings.items() if name != "name"}
         parts = [settings, self.kind, self.role, self.shuffle, self.validation, *_code(settings)]
+        if self.community:
+            return digest([*parts, COMMUNITY, self.community])
         return digest([*parts, self.attribute, self.known] if self.attribute else parts)
 
 

@@ -15,6 +15,7 @@ from recleak.findings import SYSTEM, Findings
 ATTRIBUTE = ("auc", "excess", "macro-f1", "accuracy")  # of questions that are named after an attribute
 METRICS = {  # by question
     "membership": ("auc", "excess", "f1", "exposed", "advantage", "tpr@1%", "tpr@0.1%"),
+    "community": ("auc", "excess", "accuracy"),
     "utility": ("hit@10", "hit@20", "ndcg@10", "ndcg@20"),
 }
 _FORM = re.compile(r"\s*([a-z][a-z-]*)\.([a-z0-9@%.-]+?)\s*(>=|<=|>|<)\s*([-+0-9.e]+)\s*", re.IGNORECASE)

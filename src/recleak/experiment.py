@@ -111,6 +111,9 @@ class Experiment(BaseModel):
     known: float = Field(
         default=0.1, gt=0, lt=1, description="Share of the users whose attributes an adversary knows, to learn from."
     )
+    communities: int = Field(
+        default=50, ge=1, description="How many users the community of each adversary has, for attacks on communities."
+    )
     seeds: int | list[int] = Field(default=1, description="How many, or which.")
     by_component: list[str] = Field(
         default=[], description="Attacks (by label) that the first seed also runs on each role's part of uploads alone."

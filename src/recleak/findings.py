@@ -59,12 +59,14 @@ TABLES: Mapping[str, pl.Schema] = {
     ),
     # Receiver operating characteristic over all pairs of the test users of one seed.
     "roc": pl.Schema({**_SYSTEM, **_ATTACK, "role": pl.String, "seed": pl.Int64, "fpr": pl.Float64, "tpr": pl.Float64}),
-    # AUC by part of something. kind: round (x: the round) | component | activity | the name of an attribute.
+    # AUC by part of something. kind: round (x: the round of a user's first upload) | component | activity | the name of
+    # an attribute. kind accuracy: of communities, the accuracy instead, after the round x.
     "parts": pl.Schema(
         {**_SYSTEM, **_ATTACK, "kind": pl.String, "part": pl.String, "x": pl.Float64, **_VALUE, "reason": pl.String}
     ),
     # Every user under every attack, nulls aside; rank 1 is the most exposed user of that attack, system and seed.
-    # exposed: the share of own items that are told, or the probability given to the user's own class of an attribute.
+    # exposed: the share of own items that are told, or the probability given to the user's own class of an attribute,
+    # or the share of the adversaries in whose community the user is that find it.
     "risk": pl.Schema(
         {**_SYSTEM, **_ATTACK, "seed": pl.Int64, "user": pl.String, "activity": pl.Int64}
         | {"auc": pl.Float64, "exposed": pl.Float64, "rank": pl.Int64}

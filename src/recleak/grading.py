@@ -213,6 +213,58 @@ def _best_threshold(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> flo
     return float(values[::-1][np.argmax(true / true[-1] - false / false[-1])])
 
 
+# --- communities ------------------------------------------------------------------------------------------------------
+
+
+def communities(targets: Tensor, train: Interactions, size: int, leader: Tensor | None = None) -> Tensor:
+    """The `size` users whose items are most similar to each adversary's targets, f32[A, I] -> bool[A, U].
+
+    Similar by Jaccard (CDA, eq. 11); ties are drawn. The adversary's own user, `leader` i64[A], is not in it.
+    """
+    own = torch.from_numpy((train.matrix().toarray() > 0).astype(np.float32))  # f32[U, I]
+    both = targets @ own.T
+    union = targets.sum(1, keepdim=True) + own.sum(1) - both
+    near = (both / union.clamp(min=1)).double()
+    tie = random.uniform(0, "tie of users", np.arange(len(targets))[:, None], np.arange(train.n_users))
+    near += torch.from_numpy(tie) * 1e-9
+    if leader is not None:
+        near[torch.arange(len(leader)), leader] = -1
+    chosen = near.topk(min(size, train.n_users - 1), dim=1).indices
+    return torch.zeros(near.shape, dtype=torch.bool).scatter_(1, chosen, True)
+
+
+def grade_communities(answer: Tensor, truth: Tensor, size: int, leader: Tensor | None = None) -> dict[str, Tensor]:
+    """Claims against the truth, f32[A, U] and bool[A, U].
+
+    accuracy f32[A]: the share of the community among the `size` highest scores (CDA, eq. 12); nobody who was not seen
+    is claimed. bound f32[A]: the share of the community that was seen. exposed f32[U]: the share of the adversaries
+    in whose community a user is that claim it (NaN where it is in none). separation f32[]: how far the scores of those
+    claimed are above the others, in standard deviations, the mean over adversaries: what an adversary can see itself.
+    """
+    score = answer.clone()
+    if leader is not None:
+        score[torch.arange(len(leader)), leader] = float("-inf")
+    seen = torch.isfinite(score)
+    top = score.topk(min(size, score.shape[1]), dim=1)
+    claimed = torch.zeros_like(truth).scatter_(1, top.indices, torch.isfinite(top.values))
+    right, members = claimed & truth, truth.sum(0)
+    rest = seen & ~claimed
+    plain = score.masked_fill(~seen, 0.0)
+    count = seen.sum(1).clamp(min=1)
+    mean = plain.sum(1) / count
+    spread = (((plain - mean.unsqueeze(1)) ** 2 * seen).sum(1) / count).sqrt()
+    gap = (plain * claimed).sum(1) / claimed.sum(1).clamp(min=1) - (plain * rest).sum(1) / rest.sum(1).clamp(min=1)
+    told = rest.any(1) & (spread > 0)
+    return {
+        "accuracy": right.sum(1) / size,
+        "bound": (truth & seen).sum(1) / size,
+        "exposed": torch.where(members > 0, right.sum(0) / members.clamp(min=1), float("nan")),
+        "separation": (gap / spread.clamp(min=1e-30))[told].mean().nan_to_num()
+        if bool(told.any())
+        else torch.zeros(()),
+    }
+
+
 def own_items(train: Interactions) -> Tensor:
     """All interactions as (client, item), i64[n, 2]: the truth, for published attacks that were given it."""
     matrix = train.matrix()

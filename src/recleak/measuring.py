@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import objects, random
 from recleak.accounting import ledger, participations
-from recleak.attacks.base import Knowledge, WhichAttribute, WhichItems
-from recleak.canaries import Canaries, bound, plant
-from recleak.cells import Ask, Cell, metrics_of, ranks_of, split_of
+from recleak.attacks.base import Knowledge, WhoBelongs
+from recleak.attacks.community import colluding
+from recleak.canaries import Canaries, plant
+from recleak.cells import MEMBERSHIP, Ask, Cell, metrics_of, ranks_of, split_of
 from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split
@@ -31,21 +32,31 @@ from recleak.defenses.feature_noise import with_categories
 from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import digest
 from recleak.files import replace_table, replace_text
-from recleak.grading import grade_users, pairs_seen, shuffled, truth_of
-from recleak.metrics.comparison import is_known, is_validation
-from recleak.metrics.linearized import auc_values, macro_f1_values
+from recleak.grading import grade_communities, pairs_seen
+from recleak.metrics.comparison import is_known
 from recleak.models.base import Model
 from recleak.models.components import Component
-from recleak.protocols.federated import Federated, train_federated
-from recleak.recording import Listening
+from recleak.protocols.federated import Federated, FederatedModel, train_federated
+from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
+from recleak.storing import (
+    DELTA,
+    store,
+    store_attribute,
+    store_bound,
+    store_community,
+    store_grades,
+    store_reason,
+    truth_of_communities,
+)
 from recleak.training.cohort import DivergedError
 from recleak.training.executor import InProcess
-from recleak.wire import Aggregator, Message, Server, Upload, Vantage
+from recleak.watching import Watching, spread
+from recleak.wire import Aggregator, Message, Peers, Server, Upload, Vantage
 
-_DELTA = 1e-6  # of ledger and canaries; times the canaries it must be far below 1 - their level
 _FAILED = "failed: why"  # in the state of a tap
 _FEATURES = ("gender", "age", "occupation")  # what models with user features read, where the data have it
 _SCOUTS: Mapping[type[Vantage[Any]], str] = {Server: "random", Aggregator: "popularity-of-sums"}  # what pairs are asked
+_VANTAGES = {Federated: (Server, Aggregator), Gossip: (Peers,)}  # of a protocol
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +66,7 @@ class Made:
     split: Split
     train: Interactions  # with canaries, if any
     model: Model
-    protocol: Federated
+    protocol: Federated | Gossip
     defense: Defense
     features: UserFeatures | None
     seed: int
@@ -71,6 +82,8 @@ class Made:
         Who is asked about an attribute knows that of some users, and which columns of the users' features encode it.
         """
         public = {"popularity": torch.from_numpy(self.split.train.popularity.astype(np.float32))}
+        if ask is not None and ask.community:
+            public["targets"] = self.targets
         if ask is not None and ask.attribute:
             label, _ = self.classes(ask)
             known = is_known(np.arange(len(label)), ask.known)
@@ -87,6 +100,11 @@ class Made:
             self.defense,
             public,
         )
+
+    @property
+    def targets(self) -> Tensor:
+        """Every user as an adversary that looks for who is similar to it, f32[U, I]."""
+        return torch.from_numpy((self.split.train.matrix().toarray() > 0).astype(np.float32))
 
     def classes(self, ask: Ask) -> tuple[NDArray[np.int64], list[str]]:
         """Each user's class of the attribute, i64[U]; in the audit's test of itself, in a random order."""
@@ -108,9 +126,9 @@ def measure(cell: Cell, threads: int) -> None:
         _measure(cell, _made(cell, split, canaries), threads, canaries)
     except (ConfigError, DivergedError) as error:
         for ask in cell.asks:
-            _store_reason(cell, ask, str(error))
+            store_reason(cell, ask, str(error))
         if not (cell.path / "facts.json").exists():
-            _store(cell, "facts", {"reason": str(error), "ledger": []})
+            store(cell, "facts", {"reason": str(error), "ledger": []})
     for left in cell.path.glob("work-*"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -142,38 +160,29 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
             except RecleakError as error:
                 reason = str(error)
         if reason is not None:
-            _store_reason(cell, ask, reason)
-    seen = {taps[ask.key].attack.vantage for ask in cell.asks if ask.key in taps and not ask.attribute}
+            store_reason(cell, ask, reason)
+    seen = {taps[ask.key].attack.vantage for ask in cell.asks if ask.key in taps and ask.question == MEMBERSHIP}
     scouts = {
         vantage: _Tap(objects.build("attack", {"use": name}), made)
         for vantage, name in _SCOUTS.items()
         if vantage in seen
     }
-    trained = train_federated(
-        made.protocol,
-        made.model,
-        made.train,
-        defense=made.defense,
-        taps=[*taps.values(), *scouts.values()],
-        executor=InProcess(threads),
-        user_features=None if made.features is None else made.features.values,
-        seed=cell.seed,
-        directory=cell.path / f"work-{digest(sorted(taps))}",
-        show_progress=False,
-    )
+    trained = _train(cell, made, taps, list(scouts.values()), threads)
     rounds = _first_rounds(made)
     for ask in cell.asks:
         if (tap := taps.get(ask.key)) is None:
             continue
         if tap.failed is not None:
-            _store_reason(cell, ask, tap.failed)
+            store_reason(cell, ask, tap.failed)
         elif ask.attribute:
-            _store_attribute(cell, ask, tap, made, rounds)
+            store_attribute(cell, ask, tap, made, rounds)
+        elif ask.community:
+            store_community(cell, ask, tap, made, rounds)
         elif canaries is None:
             asked = pairs_seen(scouts[tap.attack.vantage].state(), made.train.n_items)
-            _store_grades(cell, ask, tap, asked, made, rounds)
+            store_grades(cell, ask, tap, asked, made, rounds)
         else:
-            _store_bound(cell, ask, tap, canaries.of(np.flatnonzero(rounds >= 0)))
+            store_bound(cell, ask, tap, canaries.of(np.flatnonzero(rounds >= 0)))
     if canaries is None:
         ranks = ranks_of(made.split, trained, cell.system.data, cell.seed)
         replace_table(cell.path / "utility.parquet", metrics_of(ranks))
@@ -181,18 +190,67 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
         made.defense,
         components=made.model.components(),
         n_items=made.train.n_items,
-        participations=participations(made.protocol, made.train, seed=cell.seed),
+        participations=_participations(made, trained),
         training=made.protocol.local,
-        aggregation=made.protocol.aggregation,
-        delta=_DELTA,
+        aggregation=made.protocol.aggregation if isinstance(made.protocol, Federated) else "mean",
+        delta=DELTA,
     )
-    _store(cell, "facts", {"reason": None, "ledger": [asdict(entry) for entry in entries]})
+    store(cell, "facts", {"reason": None, "ledger": [asdict(entry) for entry in entries]})
+
+
+def _train(
+    cell: Cell, made: Made, taps: Mapping[str, _Tap], scouts: Sequence[_Tap], threads: int
+) -> FederatedModel | GossipModel:
+    """By the system's protocol, with all taps; users tell what they keep if an adversary plays one of them."""
+    listening = [*taps.values(), *scouts]
+    plays = any(getattr(tap.attack, "vector", "") in ("told", "mean") for tap in listening)
+    confidants = range(made.train.n_users) if plays else ()
+    features = None if made.features is None else made.features.values
+    if isinstance(made.protocol, Gossip):
+        return train_gossip(
+            made.protocol,
+            made.model,
+            made.train,
+            valid=made.split.valid,
+            defense=made.defense,
+            taps=listening,
+            threads=threads,
+            user_features=features,
+            confidants=confidants,
+            seed=cell.seed,
+            show_progress=False,
+        )
+    return train_federated(
+        made.protocol,
+        made.model,
+        made.train,
+        defense=made.defense,
+        taps=listening,
+        executor=InProcess(threads),
+        user_features=features,
+        confidants=confidants,
+        seed=cell.seed,
+        directory=cell.path / f"work-{digest(sorted(taps))}",
+        show_progress=False,
+    )
+
+
+def _participations(made: Made, trained: FederatedModel | GossipModel) -> NDArray[np.int64]:
+    """How often each user trained and told of it, i64[n]."""
+    if isinstance(made.protocol, Federated):
+        return participations(made.protocol, made.train, seed=made.seed)
+    if isinstance(trained, GossipModel):
+        return np.array([times for times in trained.trainings if times], np.int64)
+    raise AssertionError("a gossip gives its own result")
 
 
 def _first_rounds(made: Made) -> NDArray[np.int64]:
     """The round in which each user took part first, i64[U]; -1: in none."""
     first = np.full(made.train.n_users, -1, np.int64)
     eligible = np.flatnonzero(made.train.activity).astype(np.int64)
+    if isinstance(made.protocol, Gossip):
+        first[eligible] = 0  # everybody sends from the first tick on
+        return first
     for round in reversed(range(made.protocol.rounds)):
         first[made.protocol.participants(eligible, round, made.seed)] = round
     return first
@@ -201,14 +259,24 @@ def _first_rounds(made: Made) -> NDArray[np.int64]:
 # --- at the wire ------------------------------------------------------------------------------------------------------
 
 
-class _Tap(Listening[Any, Any]):
+class _Tap(Watching[Any, Any]):
     """An attack that listens; of uploads perhaps to one role's part only: the changes of all others read as zero.
 
-    Which rows are sent stays visible. An attack that cannot go on does not end the run for the others.
+    Which rows are sent stays visible. An attack that cannot go on does not end the run for the others. One on
+    communities is graded after every round.
     """
 
     def __init__(self, attack: Any, made: Made, ask: Ask | None = None) -> None:
-        super().__init__(attack.vantage(), attack, made.knowledge(ask))
+        knowledge, users = made.knowledge(ask), torch.arange(made.train.n_users)
+        question, grade = None, None
+        if ask is not None and ask.community:
+            question, truth = WhoBelongs(users, users), truth_of_communities(made, ask)
+            grade = partial(grade_communities, truth=truth, size=ask.community, leader=users)
+        if attack.vantage is Peers:
+            groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed)
+            knowledge = replace(knowledge, public={**knowledge.public, "groups": groups})
+        vantage = Peers(groups) if attack.vantage is Peers else attack.vantage()
+        super().__init__(vantage, attack, knowledge, question, grade, spread(made.protocol.rounds))
         self.failed: str | None = None  # why it could not go on
         role = "" if ask is None else ask.role
         self._names = {part.name for part in made.components if _has_role(part, role)} if role else None
@@ -252,7 +320,7 @@ def _seeded(attack: Any, seed: int) -> Any:
 
 def _no_sense(attack: Any, made: Made, ask: Ask) -> str | None:
     """Why an attack cannot be run against a system, if so."""
-    if attack.vantage not in _SCOUTS:
+    if attack.vantage not in _VANTAGES[type(made.protocol)]:
         return f"There is no vantage point {attack.vantage.__name__} in this protocol."
     if attack.vantage is Server and made.defense.secure_aggregation:
         return "Secure aggregation: no upload of a single client reaches the server. Attack the sums instead."
@@ -261,101 +329,3 @@ def _no_sense(attack: Any, made: Made, ask: Ask) -> str | None:
     if ask.role and not any(part.shared and _has_role(part, ask.role) for part in made.components):
         return f"Nothing of the role {ask.role} is sent."
     return None
-
-
-# --- storing ----------------------------------------------------------------------------------------------------------
-
-
-def _store(cell: Cell, name: str, content: Mapping[str, Any]) -> None:
-    replace_text(cell.path / f"{name}.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def _about(ask: Ask) -> dict[str, Any]:
-    about = {"attack": ask.name, "question": ask.question, "kind": ask.kind, "role": ask.role}
-    return {**about, "settings": dict(ask.settings)}
-
-
-def _store_reason(cell: Cell, ask: Ask, reason: str) -> None:
-    _store(cell, ask.key, {**_about(ask), "reason": reason})
-
-
-def _store_grades(
-    cell: Cell,
-    ask: Ask,
-    tap: Listening[Any, WhichItems],
-    question: WhichItems,
-    made: Made,
-    rounds: NDArray[np.int64],
-) -> None:
-    truth = truth_of(question, made.train)
-    if ask.shuffle:
-        truth = shuffled(question, truth, cell.seed)
-    valid = is_validation(question.client.numpy(), ask.validation)
-    graded = grade_users(question, tap.answer(question), truth, valid)
-    who = graded.users["user"].to_numpy()
-    users = graded.users.with_columns(
-        pl.Series("round", rounds[who]), pl.Series("activity", made.train.activity[who].astype(np.int64))
-    )
-    replace_table(cell.path / f"{ask.key}.parquet", users)
-    facts = {
-        "reason": None,
-        "vantage": type(tap.vantage).__name__,
-        "knowledge": str(tap.knowledge),
-        "direction": graded.direction,
-        "thresholds": {name: None if value is None else repr(value) for name, value in graded.thresholds.items()},
-        "slopes": graded.slopes,
-        "roc": graded.roc,
-    }
-    _store(cell, ask.key, {**_about(ask), **facts})
-
-
-def _store_attribute(
-    cell: Cell, ask: Ask, tap: Listening[Any, WhichAttribute], made: Made, rounds: NDArray[np.int64]
-) -> None:
-    """Graded on the users who took part and whose attribute the adversary does not know.
-
-    AUC and macro F1 are of all validation users, and of all others, as values by user (`metrics.linearized`).
-    """
-    label, names = made.classes(ask)
-    user = np.arange(len(label))
-    asked = user[(rounds >= 0) & (label >= 0) & ~is_known(user, ask.known)]
-    answer = tap.answer(WhichAttribute(torch.from_numpy(asked), ask.attribute, tuple(names))).double().numpy()
-    valid, own = is_validation(asked, ask.validation), label[asked]
-    direction = 1
-    if len(names) == 2 and len(np.unique(own[valid])) > 1 and auc_values(answer[valid], own[valid]).mean() < 0.5:
-        answer, direction = answer[:, ::-1], -1  # that is a leak too: read the other way round
-    guess = answer.argmax(axis=1)
-    auc, f1 = np.full(len(asked), np.nan), np.full(len(asked), np.nan)
-    for part in (valid, ~valid):
-        if len(np.unique(own[part])) > 1:
-            auc[part] = auc_values(answer[part], own[part])
-            f1[part] = macro_f1_values(guess[part], own[part], len(names))
-    frame = pl.DataFrame(
-        {
-            "user": asked,
-            "valid": valid,
-            "label": own,
-            "guess": guess,
-            "auc": auc,
-            "f1": f1,
-            "accuracy": (guess == own).astype(np.float64),
-            "exposed": answer[np.arange(len(own)), own] / np.maximum(answer.sum(axis=1), 1e-12),
-            "round": rounds[asked],
-            "activity": made.train.activity[asked].astype(np.int64),
-        }
-    ).with_columns(pl.col("auc", "f1").fill_nan(None))
-    replace_table(cell.path / f"{ask.key}.parquet", frame)
-    facts = {
-        "reason": None,
-        "vantage": type(tap.vantage).__name__,
-        "knowledge": str(tap.knowledge),
-        "classes": names,
-        "direction": direction,
-        "roc": [],
-    }
-    _store(cell, ask.key, {**_about(ask), **facts})
-
-
-def _store_bound(cell: Cell, ask: Ask, tap: Listening[Any, WhichItems], canaries: Canaries) -> None:
-    found = bound(canaries, tap.answer(canaries.question).double().numpy(), delta=_DELTA)
-    _store(cell, ask.key, {**_about(ask), "reason": None, "bound": asdict(found)})

@@ -36,7 +36,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "pfedrec": "recleak.models.pfedrec:PFedRec",
         "feature-gcn": "recleak.models.feature_gcn:FeatureGCN",
     },
-    "protocol": {"federated": "recleak.protocols.federated:Federated"},
+    "protocol": {
+        "federated": "recleak.protocols.federated:Federated",
+        "gossip": "recleak.protocols.gossip:Gossip",
+    },
     "defense": {
         "none": "recleak.defenses.base:Defense",
         "chain": "recleak.defenses.base:Chain",
@@ -55,6 +58,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "perturbed-features": "recleak.defenses.feature_noise:PerturbedFeatures",
         "functional-mechanism": "recleak.defenses.functional_mechanism:FunctionalMechanism",
         "objective-perturbation": "recleak.defenses.objective_perturbation:ObjectivePerturbation",
+        "dp-sgd": "recleak.defenses.dp_sgd:DPSGD",
+        "clipped-mean-noise": "recleak.defenses.dp_sgd:ClippedMeanNoise",
     },
     "attack": {
         "alignment": "recleak.attacks.alignment:GradientAlignment",
@@ -70,6 +75,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "through-items": "recleak.attacks.attribute:ThroughItems",
         "majority": "recleak.attacks.attribute:MajorityClass",
         "proportional": "recleak.attacks.attribute:Proportional",
+        "community": "recleak.attacks.community:ServerCommunity",
+        "community-of-peers": "recleak.attacks.community:PeerCommunity",
+        "community-through-items": "recleak.attacks.community:CommunityThroughItems",
     },
     "optimizer": {"adam": "recleak.training.optimizers:Adam", "sgd": "recleak.training.optimizers:SGD"},
     "object": {
@@ -269,6 +277,9 @@ def made(make: Callable[..., Any], arguments: Settings, where: str) -> Any:
 
 
 def _value(kind: Any, value: Any, where: str) -> Any:
+    """A value of a type. TOML has no null: where None is possible, and no text is, "none" says it."""
+    if value == "none" and types.NoneType in _alternatives(kind) and str not in _alternatives(kind):
+        return None
     if isinstance(value, Mapping) and "use" in value:
         return build(_kind_of(value["use"], where), value)
     if isinstance(value, Mapping) and (inner := table_of(kind)) is not None:

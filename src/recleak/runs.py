@@ -22,9 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from recleak import __version__, objects
-from recleak.attacks.base import WhichAttribute
+from recleak.attacks.base import WhichAttribute, WhoBelongs
 from recleak.audited import Audited
-from recleak.cells import ATTRIBUTE_NULLS, NULLS, Ask, Baselines, Cell, loaded, split_of
+from recleak.cells import (
+    ATTRIBUTE_NULLS,
+    COMMUNITY_NULLS,
+    MEMBERSHIP,
+    NULLS,
+    Ask,
+    Baselines,
+    Cell,
+    loaded,
+    split_of,
+)
 from recleak.data.features import classes_of
 from recleak.data.sampling import evaluation_candidates
 from recleak.errors import ConfigError, RecleakError
@@ -170,7 +180,10 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
     attacks: list[Ask] = []
     for each in experiment.attack_choices:
         ask = Ask(each.label, each.settings, **common)
-        if not _on_attributes(ask):
+        if (question := _question(ask)) is WhoBelongs:
+            attacks.append(replace(ask, community=experiment.communities))
+            continue
+        if question is not WhichAttribute:
             attacks.append(ask)
             continue
         if not experiment.attributes:
@@ -178,30 +191,34 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
                 f'{each.label} infers attributes, but none is named.\n  Say which, such as attributes = ["gender"].'
             )
         attacks += [replace(ask, attribute=name, known=experiment.known) for name in experiment.attributes]
-    vantages = dict.fromkeys(_vantage(ask) for ask in attacks if not ask.attribute)
+    vantages = dict.fromkeys(_vantage(ask) for ask in attacks if ask.question == MEMBERSHIP)
     names = [name for vantage in vantages for name in NULLS.get(vantage, ())]
     nulls = [Ask(name, {"use": name}, "null", **common) for name in names]
     for attribute in dict.fromkeys(ask.attribute for ask in attacks if ask.attribute):
         about = {**common, "attribute": attribute, "known": experiment.known}
         nulls += [Ask(name, {"use": name}, "null", **about) for name in ATTRIBUTE_NULLS]
+    for vantage in dict.fromkeys(_vantage(ask) for ask in attacks if ask.community):
+        about = {**common, "community": experiment.communities}
+        nulls.append(Ask(*COMMUNITY_NULLS[vantage], "null", **about))
     parts = [
         replace(ask, kind="component", role=role)
         for ask in attacks
-        if ask.name in experiment.by_component
+        if ask.name in experiment.by_component and not ask.community
         for role in (*_SHARED_ROLES, *(_LAYERS if ask.attribute else ()))
     ]
     return (*attacks, *nulls, *parts)
 
 
-def _on_attributes(ask: Ask) -> bool:
-    return getattr(objects.build("attack", ask.settings), "question", None) is WhichAttribute
+def _question(ask: Ask) -> Any:
+    """What kind of question an attack answers; None: which items."""
+    return getattr(objects.build("attack", ask.settings), "question", None)
 
 
 def _first_by_vantage(asks: Sequence[Ask]) -> list[Ask]:
     """The first attack at each vantage point."""
     found: dict[Any, Ask] = {}
     for ask in asks:
-        if ask.kind == "attack" and not ask.attribute:
+        if ask.kind == "attack" and ask.question == MEMBERSHIP:
             found.setdefault(_vantage(ask), ask)
     return list(found.values())
 

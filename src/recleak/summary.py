@@ -26,7 +26,7 @@ from recleak.audited import (
     nothing,
     per_user,
 )
-from recleak.cells import MEMBERSHIP, loaded
+from recleak.cells import COMMUNITY, MEMBERSHIP, loaded
 from recleak.files import read_table
 from recleak.findings import TABLES
 from recleak.metrics.comparison import (
@@ -47,6 +47,7 @@ _ADD = {
     "not found": "The uploads add little to that, or nothing.",
     "cannot tell": "Whether the uploads add to that is uncertain: more users or seeds would tell.",
 }
+_WHAT = {MEMBERSHIP: "a user's own items from the others", COMMUNITY: "who is in a user's community from who is not"}
 _TOO_FEW = "Too few pairs that are not own items to tell."
 _NULLS = {
     "popularity": "who only knows which items are popular",
@@ -55,6 +56,8 @@ _NULLS = {
     "all-positive": "who takes all touched items for own ones",
     "majority": "who always says the most frequent class",
     "proportional": "who guesses by how frequent the classes are",
+    "random users": "who guesses at random",
+    "random peers": "who guesses at random among those it heard of",
 }
 
 
@@ -84,8 +87,8 @@ def _scores_of(audited: Audited, each: Attacked) -> Rows:
     key = {"question": each.ask.question, "attack": each.ask.name, "role": role, "vantage": each.vantage}
     if each.reason is not None:
         return [{**key, "metric": "auc", **nothing(), "reason": each.reason}]
-    if each.ask.attribute:
-        names = {"auc": "auc", "f1": "macro-f1", "accuracy": "accuracy"}
+    if each.ask.question != MEMBERSHIP:
+        names = {"auc": "auc", "accuracy": "accuracy"} | ({"f1": "macro-f1"} if each.ask.attribute else {})
         graded = {metric: audited.estimate(each.values(name, valid=False)) for name, metric in names.items()}
         return [{**key, "metric": metric, **value, "reason": None} for metric, value in graded.items()]
     found = {name: audited.estimate(each.values(name, valid=False)) for name in ("auc", "f1", "exposed")}
@@ -133,8 +136,8 @@ def _verdict(audited: Audited, contest: Contest) -> dict[str, Any]:
         "verdict": "cannot tell",
     }
     who = VANTAGES.get(attack.vantage, attack.vantage)
-    what = "own items from the others" if contest.question == MEMBERSHIP else contest.question
-    words = f"{who} tells a user's {what} with AUC {_range(value)} ({attack.ask.name})"
+    what = _WHAT.get(contest.question, f"a user's {contest.question}")
+    words = f"{who} tells {what} with AUC {_range(value)} ({attack.ask.name})"
     if contest.null is not None:
         null = contest.null
         beside = audited.estimate([*null.auc.values()])
@@ -257,6 +260,21 @@ def _parts(audited: Audited) -> Rows:
     for contest in audited.contests:
         if contest.question == MEMBERSHIP and contest.chosen is not None:
             found += _groups_of(audited, contest.chosen)
+        if contest.question == COMMUNITY:
+            found += [row for each in contest.attacks for row in _curve_of(audited, each)]
+    return found
+
+
+def _curve_of(audited: Audited, attack: Attacked) -> Rows:
+    """Accuracy after each round, of the adversaries on whom the attacker was not chosen."""
+    key = {"question": attack.ask.question, "attack": attack.ask.name, "kind": "accuracy", "reason": None}
+    found: Rows = []
+    for at, round in enumerate(attack.facts[0]["rounds"] if attack.facts else ()):
+        values = []
+        for facts, frame in zip(attack.facts, attack.users, strict=True):
+            part = frame.with_columns(pl.Series("accuracy", facts["curve"][at])).filter(~pl.col("valid"))
+            values.append(per_user(part, "accuracy"))
+        found.append({**key, "part": f"{round + 1:,}", "x": float(round + 1), **audited.estimate(values)})
     return found
 
 
@@ -301,7 +319,8 @@ def _risk(audited: Audited) -> list[pl.DataFrame]:
         for seed, frame in zip(each.seeds, each.users, strict=True):
             ordered = frame.sort(["exposed", "auc", "user"], descending=[True, True, False], nulls_last=True)
             labels = {**audited.system.labels, "question": each.ask.question, "attack": each.ask.name}
-            auc = pl.lit(None, pl.Float64).alias("auc") if each.ask.attribute else pl.col("auc")
+            own = each.ask.question == MEMBERSHIP
+            auc = pl.col("auc") if own else pl.lit(None, pl.Float64).alias("auc")
             made = ordered.select(
                 *(pl.lit(value).alias(name) for name, value in labels.items()),
                 pl.lit(seed).alias("seed"),

@@ -8,12 +8,39 @@ sees which rows changed. A real device has C = 1. What clients keep between visi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+
+class NodeParams(dict[str, Tensor]):
+    """The parameters of U nodes, each its own: f32[U, *shape], f32[U, I, *shape], or a user table f32[U, U, *shape].
+
+    A plain mapping has the same for all: f32[*shape], f32[I, *shape] or f32[U, *shape]. Nodes may be in half precision.
+    """
+
+
+def values_of(
+    received: Mapping[str, Tensor], name: str, client: Tensor, *, per_user: bool, node: Tensor | None = None
+) -> Tensor:
+    """What clients i64[C] begin with of a dense or per_user component: f32[C, *shape], or f32[*shape] for all.
+
+    Of nodes, each client has its own, or that of the given node, i64[C].
+    """
+    whole = received[name]
+    if isinstance(received, NodeParams):
+        of = client if node is None else node
+        return (whole[of, client] if per_user else whole[of]).float()
+    return whole.index_select(0, client) if per_user else whole
+
+
+def rows_of(received: Mapping[str, Tensor], name: str, client: Tensor, item: Tensor) -> Tensor:
+    """What clients i64[N] begin with of the rows of items i64[N], f32[N, *shape]."""
+    whole = received[name]
+    return whole[client, item].float() if isinstance(received, NodeParams) else whole.index_select(0, item)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +53,9 @@ class Update:
     item: Tensor  # i64[N], ascending within a client: the item of each row
     offset: Tensor  # i64[C + 1]: client c holds rows offset[c] to offset[c + 1]
     n_items: int  # I: how many rows the whole table has
-    received: dict[str, Tensor] = field(default_factory=dict)
-    """The shared components that the changes are from, whole: f32[*shape], f32[I, *shape] or f32[U, *shape]. Hooks of a
-    defense find them here; they are not sent, since the receiver has them."""
+    received: Mapping[str, Tensor] = field(default_factory=dict)
+    """The shared components that the changes are from, whole: f32[*shape], f32[I, *shape] or f32[U, *shape], or of each
+    node its own. Hooks of a defense find them here (`defenses.base.received`); they are not sent."""
 
     @property
     def n_clients(self) -> int:

@@ -59,12 +59,22 @@ class Aggregate:
 
 @dataclass(frozen=True, eq=False)
 class Push:
-    """Nodes send their parameters to others, peer to peer: n pushes, each from one node to one node."""
+    """Nodes send their parameters to others, peer to peer: n pushes, each from one node to one node.
+
+    Who sends the same to several nodes has its parameters here once: m rows for n pushes.
+    """
 
     round: int
     sender: Tensor  # i64[n]
     receiver: Tensor  # i64[n]
-    params: dict[str, Tensor]  # f32[n, *shape]; a per_item component is f32[n, I, *shape]
+    params: dict[str, Tensor]  # f32[m, *shape]; per_item f32[m, I, *shape], a shared per_user table f32[m, U, *shape]
+    model: Tensor  # i64[n]: the row of `params` that each push carries
+
+    def select(self, kept: Tensor) -> Push:
+        """Some of the pushes, bool[n] or i64[k], with the parameters that they carry."""
+        row, model = torch.unique(self.model[kept], return_inverse=True)
+        params = {name: value[row] for name, value in self.params.items()}
+        return Push(self.round, self.sender[kept], self.receiver[kept], params, model)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +162,7 @@ class Peers(Vantage[PeerMessage]):
             heard = self.groups.any(0)[message.receiver]  # bool[n]
             if not bool(heard.any()):
                 return None
-            return message if bool(heard.all()) else _pushes(message, heard)
+            return message if bool(heard.all()) else message.select(heard)
         return message if isinstance(message, Disclosure) else None
 
     def describe(self) -> dict[str, pydantic.JsonValue]:
@@ -168,11 +178,6 @@ class Audience(Vantage[AudienceMessage]):
     def sees(self, message: Message) -> AudienceMessage | None:
         """Recommendations and disclosures."""
         return message if isinstance(message, (Recommendations, Disclosure)) else None
-
-
-def _pushes(push: Push, kept: Tensor) -> Push:
-    params = {name: value[kept] for name, value in push.params.items()}
-    return Push(push.round, push.sender[kept], push.receiver[kept], params)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -248,8 +253,8 @@ def _flatten(message: Message) -> _Flat:
             tensors = {"client": message.client} | _keys("total", message.total) | _keys("touched", message.touched)
             return _Flat("aggregate", {"round": message.round, "weight": float(message.weight)}, tensors)
         case Push():
-            tensors = {"sender": message.sender, "receiver": message.receiver} | _keys("params", message.params)
-            return _Flat("push", {"round": message.round}, tensors)
+            tensors = {"sender": message.sender, "receiver": message.receiver, "model": message.model}
+            return _Flat("push", {"round": message.round}, tensors | _keys("params", message.params))
         case Recommendations():
             return _Flat("recommendations", {"round": message.round}, {"user": message.user, "item": message.item})
         case Disclosure():
@@ -271,7 +276,7 @@ def _build(flat: _Flat) -> Message:
             weight = float(numbers["weight"])
             return Aggregate(round_, tensors["client"], table("total"), table("touched"), weight)
         case "push":
-            return Push(round_, tensors["sender"], tensors["receiver"], table("params"))
+            return Push(round_, tensors["sender"], tensors["receiver"], table("params"), tensors["model"])
         case "recommendations":
             return Recommendations(round_, tensors["user"], tensors["item"])
         case "disclosure":
@@ -342,7 +347,7 @@ _TENSORS: dict[Kind, dict[str, str]] = {
         "rows/": "f32[N, *]",
     },
     "aggregate": {"client": "i64[C]", "total/": "f32[*]", "touched/": "f32[I]"},
-    "push": {"sender": "i64[n]", "receiver": "i64[n]", "params/": "f32[n, *]"},
+    "push": {"sender": "i64[n]", "receiver": "i64[n]", "model": "i64[n]", "params/": "f32[m, *]"},
     "recommendations": {"user": "i64[B]", "item": "i64[B, K]"},
     "disclosure": {"client": "i64[C]", "values/": "f32[C, *]", "labels/": "i64[C]"},
 }
@@ -368,6 +373,12 @@ def _check(flat: _Flat) -> None:
             _require(_all_within(tensors[name], 0, None), flat, f"a negative {name}", "numbers from 0")
     if flat.kind == "upload":
         _check_ragged(flat)
+    elif flat.kind == "push":
+        for value in flat.table("params").values():  # all have as many rows
+            carried = tensors["model"].unique().tolist() == list(range(len(value)))  # type: ignore[no-untyped-call]
+            got = f"{len(value)} rows of params, of which pushes carry {tensors['model'].tolist()!s:.80}"
+            _require(carried, flat, got, "each of them carried by a push, and no others")
+            break
     elif flat.kind in ("aggregate", "disclosure"):
         distinct = len(torch.unique(tensors["client"])) == len(tensors["client"])
         _require(distinct, flat, "a client twice", "every client once")

@@ -77,9 +77,11 @@ class WhichAttribute:
 
 @dataclass(frozen=True, eq=False)
 class WhoBelongs:
-    """Who belongs to the community that these items mark? The answer is f32[n], higher = more likely."""
+    """Who belongs to the community that the target items of an adversary mark? The answer is f32[a, n], higher = more
+    likely; minus infinity says that nothing was seen of a client. The targets are public knowledge.
+    """
 
-    target: Tensor  # i64[t]: items
+    adversary: Tensor  # i64[a]
     client: Tensor  # i64[n]
 
 

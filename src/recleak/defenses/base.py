@@ -18,7 +18,7 @@ from recleak.errors import ConfigError
 from recleak.models.components import Component, by_name, require_names
 from recleak.streams import Streams
 from recleak.training.local import LocalData
-from recleak.update import Update
+from recleak.update import NodeParams, Update, rows_of, values_of
 
 
 class Defense:
@@ -51,6 +51,14 @@ class Defense:
         """
         return None
 
+    def batch_sum(self, total: Update, streams: Streams) -> Update:
+        """The sum of the gradients of a batch's examples, each clipped to `example_bound`; only asked if there is one.
+
+        It is divided by the size of the batch afterwards, and goes through the hooks below. What enlarges it must not
+        come before the noise that hides it.
+        """
+        return total
+
     def gradient(self, gradient: Update, streams: Streams) -> Update:
         """The gradient of every local step."""
         return gradient
@@ -71,6 +79,16 @@ class Defense:
     @property
     def every_row(self) -> bool:
         """Whether its epoch hook acts on the rows of all items; those that a client does not hold come apart."""
+        return False
+
+    @property
+    def example_bound(self) -> float | None:
+        """The l2 norm that the gradient of each single example is clipped to, over all that is trained, or None."""
+        return None
+
+    @property
+    def holds_every_row(self) -> bool:
+        """Whether clients hold the rows of all items while they train, so that hooks on gradients act on all."""
         return False
 
     @property
@@ -110,7 +128,7 @@ class Defense:
         return (NoGuarantee(repr(self), why, keeps="upload" not in used),)
 
 
-HOOKS = ("sharing", "data", "features", "penalty", "gradient", "epoch", "upload")
+HOOKS = ("sharing", "data", "features", "penalty", "batch_sum", "gradient", "epoch", "upload")
 
 
 @dataclass(frozen=True)
@@ -149,6 +167,12 @@ class Chain(Defense):
                 total = term if total is None else total + term
         return total
 
+    def batch_sum(self, total: Update, streams: Streams) -> Update:
+        """All in order."""
+        for position, defense in enumerate(self.defenses):
+            total = defense.batch_sum(total, streams.within(str(position)))
+        return total
+
     def gradient(self, gradient: Update, streams: Streams) -> Update:
         """All in order."""
         for position, defense in enumerate(self.defenses):
@@ -176,6 +200,16 @@ class Chain(Defense):
     def every_row(self) -> bool:
         """Whether the epoch hook of one of them does: then all of them see these rows."""
         return any(defense.every_row for defense in self.defenses)
+
+    @property
+    def example_bound(self) -> float | None:
+        """The tightest of all."""
+        return min((each.example_bound for each in self.defenses if each.example_bound is not None), default=None)
+
+    @property
+    def holds_every_row(self) -> bool:
+        """Whether one of them asks for it."""
+        return any(defense.holds_every_row for defense in self.defenses)
 
     @property
     def fakes(self) -> float:
@@ -213,11 +247,14 @@ class Chain(Defense):
 
 
 def hooks(defense: Defense) -> frozenset[str]:
-    """The names of the hooks that a defense overrides, for a chain those of its parts; the others do nothing."""
+    """The names of the hooks that a defense overrides, for a chain those of its parts; the others do nothing.
+
+    Where examples are clipped, gradients are not those of the loss: that counts as a hook on gradients.
+    """
     if type(defense) is Chain:
         return frozenset().union(*(hooks(part) for part in defense.defenses))
     own = (name for name in HOOKS if getattr(getattr(defense, name), "__func__", None) is not getattr(Defense, name))
-    return frozenset(own) - defense.idle
+    return frozenset(own) - defense.idle | frozenset(() if defense.example_bound is None else ("gradient",))
 
 
 def received(update: Update, name: str) -> Tensor:
@@ -227,16 +264,16 @@ def received(update: Update, name: str) -> Tensor:
             f"Got an update that does not say what was received of {name!r}, expected it in `Update.received`.\n"
             "  A mechanism on values, not on changes, needs it; what a client keeps is never received."
         )
-    whole = update.received[name]
     if name in update.rows:
-        return whole.index_select(0, update.item)
-    per_user = whole.dim() == update.values[name].dim()
-    return whole.index_select(0, update.client) if per_user else whole
+        return rows_of(update.received, name, update.client[update.owner], update.item)
+    nodes = isinstance(update.received, NodeParams)
+    per_user = update.received[name].dim() == update.values[name].dim() + nodes
+    return values_of(update.received, name, update.client, per_user=per_user)
 
 
 def without_data_hooks(defense: Defense) -> Defense:
     """The same defense for a client whose data and features have been changed already; nested chains become one."""
-    rest = tuple(part for part in _flat(defense) if not hooks(part) <= {"data", "features"})
+    rest = tuple(part for part in parts_of(defense) if not hooks(part) <= {"data", "features"})
     for part in rest:
         if hooks(part) & {"data", "features"}:
             raise ConfigError(f"{part!r} changes data and more, expected one hook or the other: a chain of two parts.")
@@ -245,11 +282,11 @@ def without_data_hooks(defense: Defense) -> Defense:
     return Chain(rest) if len(rest) > 1 else rest[0]
 
 
-def _flat(defense: Defense) -> Iterator[Defense]:
+def parts_of(defense: Defense) -> Iterator[Defense]:
     """The parts of a chain, and of the chains in it, in order."""
     if type(defense) is Chain:
         for part in defense.defenses:
-            yield from _flat(part)
+            yield from parts_of(part)
     else:
         yield defense
 

@@ -55,24 +55,22 @@ class ClipByNorm(Defense):
     def upload(self, update: Update, streams: Streams) -> Update:
         """The clipped upload."""
         clipped = set(update.names()) if self.components is None else set(self.components)
-        norms = _squared_unit_norms if self.per == "unit" else lambda _, value: _squared_norms(value)
+        norms = _squared_unit_norms if self.per == "unit" else lambda _, value: squared_norms(value)
         by_row = self.per in ("row", "unit")
         squared = {name: norms(name, value) for name, value in update.values.items() if name in clipped}  # f64[C, ...]
         for name, rows in update.rows.items():
             if name in clipped:
-                each = _squared_norms(rows)  # f64[N]
+                each = squared_norms(rows)  # f64[N]
                 whole = each.new_zeros(update.n_clients).index_add_(0, update.owner, each)  # f64[C]
                 squared[name] = each if by_row else whole
         if self.per == "client" and squared:
             squared = dict.fromkeys(squared, reduce(torch.add, squared.values()))
-        factor = {name: self._factor(value) for name, value in squared.items()}
+        factor = {name: shrinkage(value, self.bound) for name, value in squared.items()}
 
         def shrink(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
             if name not in factor:
                 return tensor
-            scale = factor[name] if owner is None or by_row else factor[name][owner]
-            scale = scale.to(tensor.dtype).reshape(*scale.shape, *[1] * (tensor.dim() - scale.dim()))
-            return torch.where(scale == 0, torch.zeros_like(tensor), tensor * scale)
+            return scaled(tensor, factor[name] if owner is None or by_row else factor[name][owner])
 
         return update.map(shrink)
 
@@ -84,14 +82,21 @@ class ClipByNorm(Defense):
         """A bound for noise that comes after it."""
         return (Bound(repr(self), self.bound, self.per, self.components),)
 
-    def _factor(self, squared: Tensor) -> Tensor:
-        """What to multiply with, f64, for squared norms: 1 within the bound, 0 if they are not finite."""
-        norm = squared.sqrt()
-        factor = torch.where(norm <= self.bound, 1.0, self.bound / norm.clamp(min=self.bound) * _SLACK)
-        return torch.where(norm.isfinite(), factor, 0.0)
+
+def shrinkage(squared: Tensor, bound: float) -> Tensor:
+    """What to multiply with, f64, for squared norms: 1 within the bound, 0 if they are not finite."""
+    norm = squared.sqrt()
+    factor = torch.where(norm <= bound, 1.0, bound / norm.clamp(min=bound) * _SLACK)
+    return torch.where(norm.isfinite(), factor, 0.0)
 
 
-def _squared_norms(rows: Tensor) -> Tensor:
+def scaled(tensor: Tensor, factor: Tensor) -> Tensor:
+    """A tensor times a factor for each of its first axes; 0 where the factor is, whatever was there."""
+    scale = factor.to(tensor.dtype).reshape(*factor.shape, *[1] * (tensor.dim() - factor.dim()))
+    return torch.where(scale == 0, torch.zeros_like(tensor), tensor * scale)
+
+
+def squared_norms(rows: Tensor) -> Tensor:
     """The squared norm of each row of [n, *shape], f64[n]: the same bits whatever the other rows are."""
     flat = rows.unsqueeze(-1).flatten(1)  # [n, size]
     total = flat.new_zeros(len(flat), dtype=torch.float64)
@@ -104,7 +109,7 @@ def _squared_unit_norms(name: str, value: Tensor) -> Tensor:
     """The squared norm of each unit of [C, *shape], f64[C], or with the axes of the value, f64[C, 1, ..., o]."""
     if value.dim() > 2:
         units = value.movedim(-1, 1).flatten(0, 1).contiguous()  # [C * o, ...]; a view, for C = 1, would sum otherwise
-        return _squared_norms(units).reshape(len(value), *[1] * (value.dim() - 2), value.shape[-1])
+        return squared_norms(units).reshape(len(value), *[1] * (value.dim() - 2), value.shape[-1])
     if value.dim() == 2 and name.rpartition(".")[2] == "bias":
         return value.double().square()
-    return _squared_norms(value)
+    return squared_norms(value)

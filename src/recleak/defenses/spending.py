@@ -70,6 +70,19 @@ class FlippedLabels:
 
 
 @dataclass(frozen=True)
+class NoisyGradients:
+    """At every step the gradient of each example is clipped to an l2 norm of `clip`, over all that is trained, and the
+    sum over the batch gets Gaussian noise of standard deviation `noise_multiplier` times `clip` on every number, the
+    rows of all items included. What a client sends and keeps is computed from these sums and nothing else of its data,
+    but for how many examples there are.
+    """
+
+    mechanism: str
+    clip: float
+    noise_multiplier: float
+
+
+@dataclass(frozen=True)
 class NoGuarantee:
     """No differential privacy follows from the mechanism, and why, in words that need no formula."""
 
@@ -78,4 +91,4 @@ class NoGuarantee:
     keeps: bool = True  # bounds on what leaves that held before hold after it
 
 
-Spending = Bound | Noise | NoisyValues | NoisyFeatures | FlippedLabels | NoGuarantee
+Spending = Bound | Noise | NoisyValues | NoisyGradients | NoisyFeatures | FlippedLabels | NoGuarantee

@@ -44,9 +44,9 @@ from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
 from recleak.recording import Tap
 from recleak.training.aggregate import Aggregation, Summation, apply
-from recleak.training.cohort import DivergedError, LocalTraining, Task, join
+from recleak.training.cohort import DivergedError, LocalTraining, Task, join, widths
 from recleak.training.executor import Assignment, Executor, InProcess, Session, Work
-from recleak.training.local import Examples, padded, steps_per_epoch
+from recleak.training.local import Examples, steps_per_epoch
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import first_params, personal_scores
 from recleak.training.state import (
@@ -184,6 +184,7 @@ def train_federated(
     directory: Path | None = None,
     checkpoint_seconds: float = 5.0,
     device: torch.device | str = "cpu",
+    confidants: Sequence[int] = (),
     show_progress: bool = True,
 ) -> FederatedModel:
     """Train `model` on the interactions of each user as one client.
@@ -192,7 +193,8 @@ def train_federated(
     With a `directory` the run is checkpointed. Calling again with the same arguments continues it, whenever it was
     killed or interrupted, with the same result to the bit; with more rounds it prolongs a finished run. Without one,
     an interrupted run leaves nothing, and its taps cannot be used again. Items of `spare` (for instance the test part)
-    are never drawn as negatives, as some published codes do.
+    are never drawn as negatives, as some published codes do. `confidants` are users who side with an adversary: in
+    every round they tell what they keep (`Disclosure`).
     """
     with nullcontext() if directory is None else locked(directory):
         run = _Run(
@@ -208,6 +210,7 @@ def train_federated(
             directory,
             device,
         )
+        run.confidants = np.unique(np.asarray(confidants, np.int64))
         try:
             run.walk(executor or InProcess(), checkpoint_seconds, show_progress)
             for tap in taps:
@@ -255,6 +258,7 @@ class _Run:
         self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
         self.assignment = Assignment(self.task, examples)
         self.round, self.loss, self.clients = 0, list[float](), list[int]()
+        self.confidants = np.zeros(0, np.int64)
         self.saved: int | None = None  # the rounds in the checkpoint
         self.params = first_params(components, train.n_users, train.n_items, seed, device)
         self._load(describe(protocol, self.task, self.train, spare, taps))
@@ -295,6 +299,8 @@ class _Run:
         protocol, components = self.protocol, self.task.components
         participants = protocol.participants(self.eligible, self.round, self.seed)
         self._send(Broadcast(self.round, self.params))
+        if len(self.confidants):
+            self._send(self.store.disclosed(self.confidants))
         total = Summation(self.params, components, count_rows=protocol.aggregation == "touched-mean")
         loss = 0.0
         blocks = [participants[start : start + BLOCK] for start in range(0, len(participants), BLOCK)]
@@ -333,7 +339,7 @@ class _Run:
     def _chunks(self, block: NDArray[np.int64], width: int) -> list[NDArray[np.int64]]:
         """Clients of similar length together; a small block is dealt out so that all of the executor has work."""
         count, size = self.assignment.examples.count[block], self.protocol.local.batch_size
-        breadth = padded(size, count)
+        breadth = widths(self.assignment.task, count, torch.device(self.device))
         order = np.lexsort((-steps_per_epoch(size, count), -breadth))
         pieces = np.split(order, np.flatnonzero(np.diff(breadth[order])) + 1)  # equal padding, whatever the chunk
         cut: list[NDArray[np.int64]] = []

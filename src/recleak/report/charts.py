@@ -113,18 +113,19 @@ def roc(curves: Rows, marks: Sequence[Series]) -> dict[str, Any]:
     )
 
 
-def rounds(rows: Rows, marks: Sequence[Series]) -> dict[str, Any]:
-    """AUC by round: series, x, value, low, high."""
+def rounds(rows: Rows, marks: Sequence[Series], title: str = "AUC") -> dict[str, Any]:
+    """AUC, or an accuracy, by round: series, x, value, low, high."""
     x = alt.X("x:Q", title="round →", scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(grid=False, tickMinStep=1))
-    y = alt.Y("value:Q", title="AUC", scale=_scale(_auc_domain(rows)))
+    domain = _auc_domain(rows) if title == "AUC" else (0.0, max([0.05, *(row["high"] or row["value"] for row in rows)]))
+    y = alt.Y("value:Q", title=title, scale=_scale(domain))
     base = _chart(_clipped(rows))
     band = base.transform_filter("isValid(datum.low) && isValid(datum.high)").mark_area(opacity=0.15)
-    tips = _tips(series="defense", x="round", found="AUC")
+    tips = _tips(series="defense", x="round", found=title)
     line = base.mark_line(strokeWidth=2, point={"size": 28, "filled": True, "opacity": 1})
     color, dash = _color(marks), _dash(marks)
     return _spec(
         [
-            _level(0.5, y),
+            *([_level(0.5, y)] if title == "AUC" else []),
             band.encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=color),
             line.encode(x=x, y=y, color=color, strokeDash=dash, tooltip=tips),
         ],

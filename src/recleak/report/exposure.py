@@ -36,11 +36,14 @@ def parts(view: View) -> Html:
     """By round and by component."""
     intro = (
         "By round: users who took part early are on the left, late ones on the right. If a line rises, uploads tell "
-        "the more the longer the system has trained. By component: what an attack learns if it sees the values of one "
-        "part of what is sent, and of no other; a part near the dashed line, a coin, tells nothing by itself."
+        "the more the longer the system has trained. Accuracy after each round: the share of a community that is "
+        "found, the mean over all who play the adversary. By component: what an attack learns if it sees the values of "
+        "one part of what is sent, and of no other; a part near the dashed line, a coin, tells nothing by itself."
     )
     empty = "Leakage was not broken down by round or component."
-    return chapter(view, "parts", "Where it leaks: rounds and components", intro, empty, _rounds, _components)
+    return chapter(
+        view, "parts", "Where it leaks: rounds and components", intro, empty, _rounds, _accuracy, _components
+    )
 
 
 def exposed(view: View) -> Html:
@@ -76,7 +79,15 @@ def _by(rows: Sequence[Row]) -> str:
 
 
 def _rounds(view: View, setting: Setting, question: str) -> list[Content]:
-    every = _parts(view, setting, question, lambda kind: kind == "round")
+    return _over_rounds(view, setting, question, "round", "AUC")
+
+
+def _accuracy(view: View, setting: Setting, question: str) -> list[Content]:
+    return _over_rounds(view, setting, question, "accuracy", "accuracy")
+
+
+def _over_rounds(view: View, setting: Setting, question: str, part: str, what: str) -> list[Content]:
+    every = _parts(view, setting, question, lambda kind: kind == part)
     lines: dict[str, list[Row]] = {}
     for mark in view.marks_of(setting):
         own = [row for row in every if row["series"] == mark.label and known(row["value"]) and known(row["x"])]
@@ -94,12 +105,12 @@ def _rounds(view: View, setting: Setting, question: str) -> list[Content]:
     ]
     trend = [f"{name}: from {number(line[0]['value'])} to {number(line[-1]['value'])}" for name, line in lines.items()]
     drawn = figure(
-        charts.rounds(rows, marks),
+        charts.rounds(rows, marks, what),
         f"Leakage by round: {question}",
-        f"Lines of AUC by round. {'; '.join(trend[:10])}.",
+        f"Lines of {what} by round. {'; '.join(trend[:10])}.",
         f"{'; '.join(trend[:10])}. Bands are {view.level_words} intervals. {_by(every)}",
         key=key_of(marks),
-        numbers=table("AUC by round", ["round", *(mark.label for mark in marks)], body, numbers=len(marks)),
+        numbers=table(f"{what} by round", ["round", *(mark.label for mark in marks)], body, numbers=len(marks)),
     )
     return [drawn]
 
@@ -116,7 +127,7 @@ def _components(view: View, setting: Setting, question: str) -> list[Content]:
 
 
 def _groups(view: View, setting: Setting, question: str) -> list[Content]:
-    every = _parts(view, setting, question, lambda kind: kind not in ("round", "component"))
+    every = _parts(view, setting, question, lambda kind: kind not in ("round", "accuracy", "component"))
     caption = f"Groups whose {view.level_words} intervals overlap may be equally exposed. {_by(every)}"
     kinds = dict.fromkeys(row["kind"] or "?" for row in every)
     return [

@@ -170,10 +170,7 @@ def one_by_one(message: Message) -> list[Message]:
         places = torch.arange(message.update.n_clients)[:, None]
         return [Upload(message.round, message.update.select(at), message.weight[at]) for at in places]
     if isinstance(message, Push):
-        return [
-            Push(message.round, message.sender[at], message.receiver[at], {k: v[at] for k, v in message.params.items()})
-            for at in torch.arange(len(message.sender))[:, None]
-        ]
+        return [message.select(at) for at in torch.arange(len(message.sender))[:, None]]
     if isinstance(message, Recommendations):
         places = torch.arange(len(message.user))[:, None]
         return [Recommendations(message.round, message.user[at], message.item[at]) for at in places]

@@ -40,7 +40,7 @@ EXAMPLE_COMPONENTS = (
     Component("bias", "dense", "head", (), layer=1),
 )
 
-Hook = Literal["gradient", "epoch", "upload"]
+Hook = Literal["batch_sum", "gradient", "epoch", "upload"]
 
 
 @dataclass(frozen=True)

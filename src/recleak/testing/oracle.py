@@ -87,9 +87,10 @@ class _Client:
         return table
 
     def _active_rows(self) -> Tensor:
-        """The rows it works with: those of its examples, those with optimizer state, with full decay all."""
+        """The rows it works with: those of its examples, those with optimizer state, or all (decay, a defense)."""
         training, optimizer = self.task.training, self.task.training.optimizer
-        if optimizer.weight_decay and training.decay_rows == "all":
+        decays = optimizer.weight_decay and training.decay_rows == "all"
+        if decays or self.task.defense.holds_every_row:
             return torch.arange(self.data.n_items)
         items = [self.data.item] if self.data.against is None else [self.data.item, self.data.against]
         if optimizer.keep and optimizer.moments:
@@ -165,22 +166,15 @@ class _Client:
         """One batch; its loss."""
         training, defense = self.task.training, self.task.defense
         self.optimizer.zero_grad()
-        item = torch.from_numpy(self.data.item)[examples]
-        score = self._scores(item)
-        if training.loss == "taylor":
-            label = torch.from_numpy(self.data.label)[examples].to(self.dtype)
-            loss = (log(2) + (0.5 - label) * score + score**2 / 8).mean()
-        elif self.data.against is None:
-            label = torch.from_numpy(self.data.label)[examples].to(self.dtype)
-            # -y log sigmoid(s) - (1 - y) log sigmoid(-s), as one expression that does not overflow
-            loss = (torch.logaddexp(score, torch.zeros_like(score)) - label * score).mean()
-        else:
-            margin = score - self._scores(torch.from_numpy(self.data.against)[examples])
-            loss = torch.logaddexp(-margin, torch.zeros_like(margin)).mean()  # -log sigmoid(margin)
-        total, penalty = loss, defense.penalty(self._moved(graph=True), self.streams.at(step).within("penalty"))
+        loss = self._loss(examples)
+        total = loss if defense.example_bound is None else torch.zeros((), dtype=self.dtype)
+        penalty = defense.penalty(self._moved(graph=True), self.streams.at(step).within("penalty"))
         if penalty is not None:
-            total = loss + penalty.sum()
-        total.backward()  # type: ignore[no-untyped-call]
+            total = total + penalty.sum()
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+        if defense.example_bound is not None:
+            self._add_clipped(step, examples, defense.example_bound)
         self._hook_gradient(step)
         if isinstance(training.optimizer, Adam) and training.optimizer.accumulate:
             for name, parameter in self.params.items():
@@ -194,6 +188,38 @@ class _Client:
                 gradient[self.active] += training.optimizer.weight_decay * value[self.active]
         self.optimizer.step()
         return loss.detach()
+
+    def _loss(self, examples: Tensor) -> Tensor:
+        """The mean loss of some examples."""
+        score = self._scores(torch.from_numpy(self.data.item)[examples])
+        if self.task.training.loss == "taylor":
+            label = torch.from_numpy(self.data.label)[examples].to(self.dtype)
+            return (log(2) + (0.5 - label) * score + score**2 / 8).mean()
+        if self.data.against is None:
+            label = torch.from_numpy(self.data.label)[examples].to(self.dtype)
+            # -y log sigmoid(s) - (1 - y) log sigmoid(-s), as one expression that does not overflow
+            return (torch.logaddexp(score, torch.zeros_like(score)) - label * score).mean()
+        margin = score - self._scores(torch.from_numpy(self.data.against)[examples])
+        return torch.logaddexp(-margin, torch.zeros_like(margin)).mean()  # -log sigmoid(margin)
+
+    def _add_clipped(self, step: int, examples: Tensor, bound: float) -> None:
+        """Add the gradients of examples to those at hand, one after the other, each with a norm of `bound` at most."""
+        params = list(self.params.values())
+        total = {name: torch.zeros_like(value) for name, value in self.params.items()}
+        for example in examples:
+            loss = self._loss(example.reshape(1))
+            gradients = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+            norm = float(torch.cat([each.flatten() for each in gradients]).norm())
+            for name, each in zip(self.params, gradients, strict=True):
+                total[name] += each * min(1.0, bound / max(norm, 1e-30))
+        noisy = self.task.defense.batch_sum(self._update(total), self.streams.at(step).within("batch_sum"))
+        for name, value in self.params.items():
+            mean = torch.zeros_like(value)
+            if name in self.tables:
+                mean[self.active] = noisy.rows[name] / len(examples)
+            else:
+                mean += noisy.values[name][0] / len(examples)
+            value.grad = mean if value.grad is None else value.grad + mean
 
     def _hook_gradient(self, step: int) -> None:
         """The defense may change the gradient of the loss; a parameter that the loss does not read has zeros."""

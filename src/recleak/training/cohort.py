@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.defenses.base import Defense, hooks
@@ -22,7 +23,8 @@ from recleak.errors import ConfigError, RecleakError
 from recleak.models.base import Model, Params
 from recleak.models.components import Component
 from recleak.streams import Streams
-from recleak.training.local import LocalData, Loss, padded, steps_per_epoch
+from recleak.training.compiled_gmf import fits, train_gmf
+from recleak.training.local import LocalData, Loss, padded, positives_of, steps_per_epoch
 from recleak.training.optimizers import (
     Adam,
     Optimizer,
@@ -76,6 +78,14 @@ class Task:
     item_features: Tensor | None = None  # f32[I, G], constant and public
     user_features: Tensor | None = None  # f32[U, F]
 
+    def __post_init__(self) -> None:
+        if self.defense.example_bound is not None and (self.model.reads_neighbors or self.item_features is not None):
+            raise ConfigError(
+                f"{type(self.model).__name__} reads all items of a client for each of its scores, so that one of them "
+                f"is in the gradient of every example, and {self.defense!r} bounds the gradients of single examples.\n"
+                "  Use a model that scores an item by its row and the client's parameters alone, or noise on uploads."
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Trained:
@@ -95,7 +105,11 @@ def train(task: Task, received: Params, kept: Update, data: LocalData, round: in
     """
     if "data" in hooks(task.defense):
         data = defended_data(task, data)
-    width = padded(task.training.batch_size, data.count)
+    if fits(task, kept.client.device):
+        streams = Streams.simulated(task.seed, round, data.client)
+        update, rest, loss = train_gmf(task, received, kept, data, streams)
+        return _finished(task, update, rest, loss, positives_of(data), task.training.epochs * len(loss), streams, round)
+    width = widths(task, data.count, kept.client.device)
     places = [np.flatnonzero(width == each) for each in np.unique(width)]
     if len(places) == 1:
         return _train_alike(task, received, kept, data, round)
@@ -107,6 +121,11 @@ def train(task: Task, received: Params, kept: Update, data: LocalData, round: in
     whole = join(parts)
     update, rest = whole.update.select(back), whole.kept.select(back)
     return Trained(update, rest, whole.loss[back], whole.positives[back], whole.steps)
+
+
+def widths(task: Task, count: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+    """The padded width of the batches of clients with so many examples, i64[C]; those with the same train together."""
+    return np.zeros_like(count) if fits(task, device) else padded(task.training.batch_size, count)
 
 
 def join(parts: list[Trained]) -> Trained:
@@ -143,6 +162,21 @@ def _train_alike(task: Task, received: Params, kept: Update, data: LocalData, ro
     visit = Visit(task, received, kept.select(place), data.select(order), round, streams.select(order))
     loss = visit.walk()[back]
     update = visit.moved().only({part.name for part in task.components if part.shared}).select(back)
+    steps = int(visit.plan.steps.sum())
+    return _finished(task, update, visit.kept().select(back), loss, visit.batches.degree[back], steps, streams, round)
+
+
+def _finished(
+    task: Task,
+    update: Update,
+    kept: Update,
+    loss: Tensor,
+    positives: Tensor,
+    steps: int,
+    streams: Streams,
+    round: int,
+) -> Trained:
+    """What clients answer after their last step: what was not trained, what the defense makes of it."""
     if task.defense.every_row:
         update = _with_every_row(task, update, streams)
     if not all(bool(torch.isfinite(tensor.sum())) for tensor in (loss, *update.values.values(), *update.rows.values())):
@@ -155,8 +189,7 @@ def _train_alike(task: Task, received: Params, kept: Update, data: LocalData, ro
     if "upload" in hooks(task.defense):
         update = task.defense.upload(update, streams.within("upload"))
     update = replace(update, received={})  # it is sent, or goes on to the next process
-    steps = int(visit.plan.steps.sum())
-    return Trained(update, visit.kept().select(back), loss, visit.batches.degree[back], steps)
+    return Trained(update, kept, loss, positives, steps)
 
 
 def _with_every_row(task: Task, update: Update, streams: Streams) -> Update:

@@ -10,7 +10,9 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from recleak import random
 from recleak.data.interactions import Interactions
@@ -132,6 +134,13 @@ class Held:
     own_offset: NDArray[np.int64]  # i64[C + 1]
 
 
+def positives_of(data: LocalData) -> Tensor:
+    """How many own items each client trains on, f32[C]."""
+    own = data.label > 0 if data.own is None else data.own
+    key = np.unique(data.owner[own] * data.n_items + data.item[own])
+    return torch.from_numpy(np.bincount(key // data.n_items, minlength=len(data.client)).astype(np.float32))
+
+
 def held_rows(data: LocalData, also: NDArray[np.int64] | None = None) -> Held:
     """The rows that the examples touch, and those given as keys position * I + item."""
     n_items, clients = data.n_items, len(data.client)
@@ -166,9 +175,14 @@ class Plan:
 
 
 def padded(batch_size: int | None, count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The padded width of a client's batches, i64[C]. With full batches (None) it depends on its examples."""
+    """The padded width of a client's batches, i64[C]. With full batches (None) it depends on its examples.
+
+    Full batches have one of few widths (32, 64, 96, 128, 192, 256, 384, ...), so that many clients share one.
+    """
     size = count if batch_size is None else np.full_like(count, batch_size)
-    return -(-size // _LANES) * _LANES
+    half = 2 ** np.ceil(np.log2(np.maximum(size, 2))).astype(np.int64) // 4  # half of the power of two below
+    lanes = np.maximum(_LANES, half) if batch_size is None else _LANES
+    return -(-size // lanes) * lanes
 
 
 def steps_per_epoch(batch_size: int | None, count: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -11,19 +11,26 @@ from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.training.cohort import Task
 from recleak.training.visit import features_of
-from recleak.update import Update
+from recleak.update import NodeParams, Update, values_of
 
 
 def personal_scores(
-    task: Task, params: Params, kept: Update, history: sp.csr_array, items: Tensor | None = None
+    task: Task,
+    params: Params,
+    kept: Update,
+    history: sp.csr_array,
+    items: Tensor | None = None,
+    *,
+    node: Tensor | None = None,
 ) -> Tensor:
     """The scores that C clients give all items with the global parameters and what they keep, f32[C, I].
 
-    `history` is their own items, f32[C, I]. With `items`, i64[C, K], each scores those only: f32[C, K].
+    `history` is their own items, f32[C, I]. With `items`, i64[C, K], each scores those only: f32[C, K]. Of nodes
+    (`NodeParams`) each uses its own parameters, or those of the given node, i64[C].
     """
     device = next(iter(params.values())).device if params else torch.device("cpu")
     each = torch.from_numpy(history.toarray()).to(device)  # f32[C, I]
-    mine = _own_params(task, params, kept, device)
+    mine = _own_params(task, params, kept, device, node)
     features = None if task.item_features is None else task.item_features.to(device)
     tables = [part.name for part in task.components if part.storage == "per_item"]
     with torch.no_grad():
@@ -47,23 +54,26 @@ def personal_scores(
         return task.model.logits(mine, batch)
 
 
-def _own_params(task: Task, params: Params, kept: Update, device: torch.device) -> Params:
+def _own_params(task: Task, params: Params, kept: Update, device: torch.device, node: Tensor | None) -> Params:
     """All parameters as each of C clients has them: shared ones broadcast, kept ones its own."""
     mine: Params = {}
     for part in task.components:
         if part.storage == "per_item":
             table = params[part.name] if part.shared else part.draw(task.seed, np.arange(kept.n_items)).to(device)
-            rows = table.expand(kept.n_clients, *table.shape)
+            if part.shared and isinstance(params, NodeParams):
+                rows = table[kept.client if node is None else node].float()
+            else:
+                rows = table.expand(kept.n_clients, *table.shape)
             if not part.shared and len(kept.item):
                 rows = rows.clone()
                 rows[kept.owner.to(device), kept.item.to(device)] = kept.rows[part.name].to(device)
             mine[part.name] = rows
         elif not part.shared:
             mine[part.name] = kept.values[part.name].to(device)
-        elif part.storage == "per_user":
-            mine[part.name] = params[part.name][kept.client.to(device)]
         else:
-            mine[part.name] = params[part.name].expand(kept.n_clients, *params[part.name].shape)
+            per_user = part.storage == "per_user"
+            own = values_of(params, part.name, kept.client.to(device), per_user=per_user, node=node)
+            mine[part.name] = own.expand(kept.n_clients, *part.shape)
     return mine
 
 

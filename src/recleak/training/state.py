@@ -35,6 +35,7 @@ from recleak.models.components import Component
 from recleak.training.optimizers import Optimizer
 from recleak.training.visit import AGE
 from recleak.update import Update
+from recleak.wire import Disclosure
 
 _ROOM = 1 << 24  # bytes that stay free on the disk: writing into a mapped file on a full disk kills a process
 
@@ -122,15 +123,7 @@ class ClientStore:
 
     def read(self, client: NDArray[np.int64]) -> Update:
         """What some clients keep, i64[C] ascending."""
-        values = {}
-        fresh = np.flatnonzero(self._visited[client] == 0)
-        for name, field in self._values.items():
-            value = torch.from_numpy(np.array(self._arrays[name][client]))
-            if field.component is not None and len(fresh):
-                part = field.component
-                who = client[fresh] if part.storage == "per_user" else np.zeros(len(fresh), np.int64)
-                value[torch.from_numpy(fresh)] = part.draw(self._seed, who)
-            values[name] = value
+        values = self._read_values(client)
         if self._rows:
             owner, item = np.nonzero(self._has_row[client])
         else:
@@ -140,6 +133,51 @@ class ClientStore:
         return Update(
             torch.from_numpy(client), values, rows, torch.from_numpy(item), torch.from_numpy(offset), self.n_items
         )
+
+    def _read_values(self, client: NDArray[np.int64]) -> dict[str, Tensor]:
+        values = {}
+        fresh = np.flatnonzero(self._visited[client] == 0)
+        for name, field in self._values.items():
+            value = torch.from_numpy(np.array(self._arrays[name][client]))
+            if field.component is not None and len(fresh):
+                part = field.component
+                who = client[fresh] if part.storage == "per_user" else np.zeros(len(fresh), np.int64)
+                value[torch.from_numpy(fresh)] = part.draw(self._seed, who)
+            values[name] = value
+        return values
+
+    # Nodes that keep a row of every item are trained in place; what they keep is not journaled.
+
+    def fill(self, client: NDArray[np.int64]) -> None:
+        """From now on these clients have been visited, and keep a row of every item."""
+        if self._journaled:
+            raise AssertionError("what is changed in place cannot be undone")
+        first = self.read_values(client)
+        self.write_values(client, first.values)
+        self._visited[client] = 1
+        if self._rows:
+            self._has_row[client] = 1
+
+    def whole(self, name: str) -> NDArray[np.float32]:
+        """What all clients keep of rows, f32[U, I, *shape], to be changed in place."""
+        return self._arrays[name]
+
+    def read_values(self, client: NDArray[np.int64]) -> Update:
+        """What some clients keep beside rows, i64[C] ascending."""
+        none, nowhere = torch.zeros(0, dtype=torch.int64), torch.zeros(len(client) + 1, dtype=torch.int64)
+        return Update(torch.from_numpy(client), self._read_values(client), {}, none, nowhere, self.n_items)
+
+    def disclosed(self, client: NDArray[np.int64]) -> Disclosure:
+        """What users tell who side with an adversary: all that they keep of the model, beside rows of items."""
+        own = [name for name, field in self._values.items() if field.component is not None]
+        values = self._read_values(client)
+        return Disclosure(torch.from_numpy(client), {name: values[name] for name in own}, {})
+
+    def write_values(self, client: NDArray[np.int64], values: Mapping[str, Tensor]) -> None:
+        """Overwrite it."""
+        self._writes[0] += 1
+        for name, value in values.items():
+            self._arrays[name][client] = value.numpy()
 
     def write(self, kept: Update) -> None:
         """Overwrite what some clients keep; on a store with a directory, what was there goes to the journal first."""

@@ -36,7 +36,8 @@ from recleak.training.optimizers import (
     learning_rate,
     reach,
 )
-from recleak.update import Update
+from recleak.training.per_example import mean_of_clipped
+from recleak.update import Update, rows_of, values_of
 
 if TYPE_CHECKING:
     from recleak.training.cohort import Task
@@ -56,6 +57,7 @@ class Visit:
         self.task, self.received, self.data, self.streams, self.optimizer = task, received, data, streams, optimizer
         self.terms = proximal_terms(task.defense)
         self.used = hooks(task.defense) - ({"penalty"} if self.terms == () else set())
+        self.example_bound = task.defense.example_bound
         self.device = kept.client.device
         self.rates = {part.name: learning_rate(optimizer, part.name) for part in task.components}
         self.plan = plan(
@@ -69,6 +71,7 @@ class Visit:
         self.held = held_rows(data, self._rows_beside(kept))
         self.client = self._put(data.client)
         self.item, self.offset = self._put(self.held.item), self._put(self.held.offset)
+        self._owner = torch.repeat_interleave(torch.arange(len(self.client), device=self.device), self.offset.diff())
         self.values = {p.name: self._first_values(p, kept) for p in task.components if p.storage != "per_item"}
         self.rows = {p.name: self._first_rows(p, kept) for p in task.components if p.storage == "per_item"}
         self.start = self._now().map(lambda _, tensor, __: tensor.clone()) if self._compares else None
@@ -98,7 +101,8 @@ class Visit:
 
     def _rows_beside(self, kept: Update) -> NDArray[np.int64] | None:
         """Keys (position * I + item) of rows that move although no example touches them."""
-        if self.task.training.decay_rows == "all" and self.optimizer.weight_decay:
+        decays = self.task.training.decay_rows == "all" and self.optimizer.weight_decay
+        if decays or self.task.defense.holds_every_row:
             return np.arange(len(self.data.client) * self.data.n_items)
         if self.optimizer.keep and self.optimizer.moments:
             return _keys(kept)
@@ -107,14 +111,12 @@ class Visit:
     def _first_values(self, part: Component, kept: Update) -> Tensor:
         if not part.shared:
             return kept.values[part.name].clone()
-        whole = self.received[part.name]
-        if part.storage == "per_user":
-            return whole.index_select(0, self.client)
-        return whole.expand(len(self.client), *whole.shape).clone()
+        mine = values_of(self.received, part.name, self.client, per_user=part.storage == "per_user")
+        return mine.expand(len(self.client), *part.shape).clone()
 
     def _first_rows(self, part: Component, kept: Update) -> Tensor:
         if part.shared:
-            return self.received[part.name].index_select(0, self.item)
+            return rows_of(self.received, part.name, self.client[self._owner], self.item)
         return self._recall(part.name, part.draw(self.task.seed, self.held.item).to(self.device), kept)
 
     def _first_moments(self, kept: Update) -> dict[str, list[Tensor]]:
@@ -281,15 +283,18 @@ class Visit:
                     age = None if self.age is None else self.age[whole.owner]
                     steppers.append((self._stepper(whole.rows, len(whole.item)), age))
             batch = self.batches.at(step, now)
-            params = dict(whole.values)
-            for name, reader in rows.items():
-                params[name] = reader.read(batch.row, step)
-            gradients = self._gradients(params, batch, loss[:now])
-            if strategy == "table":
-                gradients = self._of_all_rows(step, whole, batch, gradients)
+            if self.example_bound is not None:
+                gradients = self._hooked(step, mean_of_clipped(self, step, whole, batch, loss[:now]))
             else:
+                params = dict(whole.values)
                 for name, reader in rows.items():
-                    reader.step(batch.row, gradients[name], step + 1)
+                    params[name] = reader.read(batch.row, step)
+                gradients = self.gradients(params, batch, loss[:now])
+                if strategy == "table":
+                    gradients = self._hooked(step, self._of_all_rows(whole, batch, gradients))
+                else:
+                    for name, reader in rows.items():
+                        reader.step(batch.row, gradients[name], step + 1)
             if self._accumulates:
                 gradients = {name: sums[name][: len(each)].add_(each) for name, each in gradients.items()}
             for stepper, age in steppers:
@@ -302,7 +307,7 @@ class Visit:
                 self._end_epoch(step, now)
         return loss / self._put(self.plan.steps)
 
-    def _gradients(self, params: Params, batch: _Step, loss: Tensor) -> Params:
+    def gradients(self, params: Params, batch: Step, loss: Tensor) -> Params:
         """Of each client's loss with respect to its parameters; the loss itself is added to `loss`, f32[A]."""
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sums = {name: value.detach().requires_grad_() for name, value in batch.inputs.neighbors.items()}
@@ -323,8 +328,8 @@ class Visit:
         moments = {name: [moment[:length] for moment in self.moments[name]] for name in tensors}
         return Stepper(self.optimizer, self.rates, tensors, moments)
 
-    def _of_all_rows(self, step: int, whole: Update, batch: _Step, gradients: Params) -> Params:
-        """The gradients with respect to all rows that the active clients hold, after the hooks."""
+    def _of_all_rows(self, whole: Update, batch: Step, gradients: Params) -> Update:
+        """The gradients with respect to all rows that the active clients hold."""
         now = whole.n_clients
         row = self._put(batch.row.reshape(-1))
         own, owner = self.batches.own(now)
@@ -333,13 +338,20 @@ class Visit:
             rows[name] = torch.zeros_like(value).index_add_(0, row, gradients[name].reshape(len(row), *value.shape[1:]))
             if (through := gradients.get(f"{name}{_SUM}")) is not None:
                 rows[name].index_add_(0, own, through.index_select(0, owner))
-        gradient = replace(whole, values={name: gradients[name] for name in whole.values}, rows=rows)
-        streams = self.streams.select(torch.arange(now)).at(step)
+        return replace(whole, values={name: gradients[name] for name in whole.values}, rows=rows)
+
+    def _hooked(self, step: int, gradient: Update) -> Params:
+        """The gradients after the hooks."""
+        streams = self.streams_at(step, gradient.n_clients)
         if "penalty" in self.used:
             gradient = self._with_penalty(gradient, streams.within("penalty"))
         if "gradient" in self.used:
             gradient = self.task.defense.gradient(gradient, streams.within("gradient"))
         return {**gradient.values, **gradient.rows}
+
+    def streams_at(self, step: int, now: int) -> Streams:
+        """The random numbers of the first clients at a step."""
+        return self.streams.select(torch.arange(now)).at(step)
 
     def _with_penalty(self, gradient: Update, streams: Streams) -> Update:
         moved = self.moved(gradient.n_clients).map(lambda _, tensor, __: tensor.detach().requires_grad_())
@@ -410,10 +422,9 @@ class Visit:
         of = {part.name: part.storage for part in self.task.components}
 
         def difference(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
-            whole = self.received[name]
-            if of[name] == "dense":
-                return tensor - whole
-            return tensor - whole.index_select(0, shared.client if owner is None else shared.item)
+            if owner is not None:
+                return tensor - rows_of(self.received, name, shared.client[owner], shared.item)
+            return tensor - values_of(self.received, name, shared.client, per_user=of[name] == "per_user")
 
         return shared.map(difference)
 
@@ -432,7 +443,7 @@ class Visit:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class Step:
     """The batches of the active clients at one step; with a pairwise loss the preferred items come first."""
 
     row: NDArray[np.int64]  # i64[A, B]: places in the flat table
@@ -474,13 +485,13 @@ class _Batches:
         own, owner = self.own(now)
         return rows.new_zeros(now, *rows.shape[1:]).index_add_(0, owner, rows.index_select(0, own))
 
-    def at(self, step: int, now: int) -> _Step:
+    def at(self, step: int, now: int) -> Step:
         """The batches of the first `now` clients."""
         visit = self.visit
         row, label, weight = self.row[step, :now], self.label[step, :now], self._weight[step, :now]
         own, reads, features = self.is_own[step, :now], visit.task.model.reads_neighbors, self.item_features
         if not reads and features is None and self.features is None:
-            return _Step(row, label, weight, Batch(own, self.degree[:now]))
+            return Step(row, label, weight, Batch(own, self.degree[:now]))
         inputs = Batch(
             own=own,
             degree=self.degree[:now],
@@ -491,7 +502,7 @@ class _Batches:
             else features.index_select(0, visit._put(row.reshape(-1))).view(now, -1, features.shape[1]),
             neighbor_features=None if self.neighbor_features is None else self.neighbor_features[:now],
         )
-        return _Step(row, label, weight, inputs)
+        return Step(row, label, weight, inputs)
 
 
 def features_of(task: Task, client: Tensor) -> Tensor | None:

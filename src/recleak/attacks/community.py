@@ -1,0 +1,497 @@
+"""Community detection (CDA: Belal et al. 2023, Algorithm 1): whose models fit a set of target items?
+
+A adversaries attack at once, each with target items of its own: `targets` f32[A, I] (0 or 1) of the public knowledge.
+A received model is scored on the targets, and an adversary ranks senders by the scores of what it received of them.
+
+    confidence     eq. 10: the mean of the chances that the model gives the target items
+    calibrated     that minus the mean over all items: some models are confident of everything
+    standardized   the mean score of the targets, in standard deviations of the model's scores above their mean
+    jaccard        the items that the model scores highest are taken for the sender's own, as many as a client has on
+                   average (`popularity` must be public); their Jaccard similarity to the targets
+    ndcg           each target is ranked against sampled items that are no target: the mean NDCG (as the published code)
+    random         a number that has nothing to do with the model: the null
+
+A score needs the sender's vector. If it is not shared, the adversary has to use another one:
+
+    sent      the sender's, as received
+    told      of each adversary its own, or that of a user who sides with it, from `Disclosure` messages: the user of
+              the public `leaders`, i64[A], or user a of adversary a
+    mean      the mean of all that were told
+    fitted    one for each adversary that fits its targets best in what was broadcast (a server only)
+
+Items of senders in the public `excluded`, f32[U, I], do not count: with their own items there, targets share none with
+a victim's history (an experiment; no adversary knows them).
+
+Axis letters: A adversaries, U users, I items, m models, n pushes, k pairs of an adversary and a model, t targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recleak import random
+from recleak.attacks.alignment import GradientAlignment
+from recleak.attacks.base import Knowledge, State, WhichItems, WhoBelongs
+from recleak.attacks.membership import FromUploads, pairs_with_odds
+from recleak.errors import ConfigError
+from recleak.kernels_gmf import score_pairs
+from recleak.models.base import Batch, Params
+from recleak.models.components import Component
+from recleak.models.mf import GMF
+from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Server, ServerMessage, Upload
+
+Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random"]
+Vector = Literal["sent", "told", "mean", "fitted"]
+Keeping = Literal["latest", "best"]
+
+UNSEEN = float("-inf")  # the score of who never sent anything
+_RECEIVED, _TOLD, _FITTED = "received/", "told/", "fitted/"  # before the names of components in the state
+_SAMPLE = 200  # random items whose mean stands for that of all
+_NUMBERS = 1 << 24  # of gathered parameters at a time
+_STEPS, _AGAIN, _RATE = 60, 10, 0.1  # of fitting a vector: the first time, and from round to round
+_FEW = 100  # targets that it is fitted to
+_TINY = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Community:
+    """What the attack does with models, wherever they come from."""
+
+    scoring: Scoring = "confidence"
+    vector: Vector = "sent"
+    keep: Keeping = "latest"  # of several scores of one sender
+    negatives: int = 99  # of ndcg, for each target
+    cutoff: int = 20  # of ndcg
+    seed: int = 0
+
+    question: ClassVar[type[WhoBelongs]] = WhoBelongs
+
+    def __post_init__(self) -> None:
+        for name, kind in (("scoring", Scoring), ("vector", Vector), ("keep", Keeping)):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(kind))}.")
+        if self.scoring in ("ndcg", "jaccard") and self.vector in ("told", "fitted"):
+            raise ConfigError(
+                f"scoring is {self.scoring!r} with the vector {self.vector!r}, expected 'sent' or 'mean': it needs the "
+                "scores of all items by each pair."
+            )
+
+    def init(self, knowledge: Knowledge) -> State:
+        """Nobody has sent anything."""
+        targets = targets_of(knowledge)
+        return {"score": torch.full((len(targets), knowledge.n_users), UNSEEN)}
+
+    def answer(self, knowledge: Knowledge, state: State, question: WhoBelongs) -> Tensor:
+        """The scores as they are kept."""
+        return state["score"][question.adversary][:, question.client]
+
+    def _listened(self, knowledge: Knowledge, state: State, message: Disclosure) -> State:
+        """The state with what users tell about what they keep."""
+        told = dict(state)
+        for part in _kept(knowledge):
+            if part.name in message.values:
+                name = _TOLD + part.name
+                before = told.get(name, torch.full((knowledge.n_users, *part.shape), float("nan")))
+                told[name] = before.index_copy(0, message.client, message.values[part.name])
+        return told
+
+    def _vectors(self, knowledge: Knowledge, state: State, own: Params, m: int) -> Params | None:
+        """What models lack; None if nothing was told yet. Who guesses needs none."""
+        return {} if self.scoring == "random" else _vectors(self._way(knowledge), knowledge, state, own, m)
+
+    def _way(self, knowledge: Knowledge) -> Vector:
+        """Whose vectors are used: what is sent is."""
+        return self.vector if _kept(knowledge) else "sent"
+
+    def _with(self, state: State, adversary: Tensor, sender: Tensor, score: Tensor) -> State:
+        """The state with new scores, i64[k], i64[k], f32[k]: the last of a pair, or the best."""
+        kept = state["score"].clone()
+        if self.keep == "latest":
+            kept[adversary, sender] = score
+        else:
+            flat = kept.view(-1)
+            flat.scatter_reduce_(0, adversary * kept.shape[1] + sender, score, "amax")
+        return {**state, "score": kept}
+
+    def _scores(
+        self, knowledge: Knowledge, models: Params, vectors: Params, sender: Tensor, adversary: Tensor, model: Tensor
+    ) -> Tensor:
+        """Of pairs of an adversary and a model, i64[k] twice -> f32[k].
+
+        `models` has dense components as f32[m, *shape], tables as f32[m, I, *shape], and `sender` says whose they are,
+        i64[m]; `vectors` are what users have of their own, of senders, f32[m, *shape], or of adversaries, f32[A, ...].
+        """
+        if self.scoring == "random":
+            lot = random.uniform(self.seed, "random users", adversary.numpy(), sender[model].numpy())
+            return torch.from_numpy(lot).float()
+        targets = targets_of(knowledge)
+        if self._way(knowledge) in ("told", "fitted"):
+            return self._of_pairs(knowledge, models, vectors, targets, adversary, model)
+        logits = _logits(knowledge, models, vectors)  # f32[m, I]
+        if self.scoring == "ndcg":
+            return self._ndcg(logits, targets)[adversary, model]
+        counts = torch.ones_like(logits)  # f32[m, I]: items that count
+        if "excluded" in knowledge.public:
+            counts -= knowledge.public["excluded"][sender]
+        size = (targets @ counts.T).clamp(min=1)  # f32[A, m]
+        match self.scoring:
+            case "confidence":
+                score = (targets @ (torch.sigmoid(logits) * counts).T) / size
+            case "calibrated":
+                chance = torch.sigmoid(logits)
+                score = (targets @ (chance * counts).T) / size - chance.mean(1)
+            case "standardized":
+                score = ((targets @ (logits * counts).T) / size - logits.mean(1)) / logits.std(1).clamp(min=_TINY)
+            case "jaccard":
+                claims = _claimed(knowledge, logits) * counts
+                both = targets @ claims.T
+                score = both / (size + claims.sum(1) - both)
+        return score[adversary, model]
+
+    def _of_pairs(
+        self, knowledge: Knowledge, models: Params, vectors: Params, targets: Tensor, adversary: Tensor, model: Tensor
+    ) -> Tensor:
+        """With a vector of each adversary: its targets are all that is scored, and for a mean a sample of items."""
+        tables = [part.name for part in knowledge.components if part.storage == "per_item"]
+        sample = torch.from_numpy(
+            random.bits(self.seed, "sample of items", range(knowledge.n_items)).argsort()[:_SAMPLE]
+        )
+        beside = sample if self.scoring != "confidence" else sample[:0]
+        if type(knowledge.model) is GMF and set(vectors) == {"user"}:
+            return self._of_pairs_compiled(models, vectors["user"], targets, beside, adversary, model)
+        item, inside = _padded(targets)  # i64[A, t], bool[A, t]
+        out = torch.full((len(adversary),), UNSEEN)
+        size = sum(models[name][0, 0].numel() for name in tables) if len(model) else 1
+        for some in _similar(inside.sum(1)[adversary], len(beside), size):
+            who, what_model = adversary[some], model[some]
+            wide = int(inside[who].sum(1).max())
+            what = torch.cat([item[who, :wide], beside.expand(len(some), -1)], 1)  # i64[k, B]
+            params = {
+                name: value[what_model.unsqueeze(1), what] if name in tables else value[what_model]
+                for name, value in models.items()
+            }
+            params |= {name: value[who] for name, value in vectors.items()}
+            with torch.no_grad():
+                logits = knowledge.model.logits(params, _nothing_known(*what.shape))  # f32[k, B]
+            out[some] = self._of_targets(logits, inside[who, :wide])
+        return out
+
+    def _of_pairs_compiled(
+        self, models: Params, vector: Tensor, targets: Tensor, sample: Tensor, adversary: Tensor, model: Tensor
+    ) -> Tensor:
+        """The same for generalized matrix factorization."""
+        owner, item = targets.nonzero(as_tuple=True)
+        offset = torch.searchsorted(owner, torch.arange(len(targets) + 1))
+        head, out = models["head.1.weight"].squeeze(-1), torch.empty(len(adversary))
+        bias = models["head.1.bias"].squeeze(-1) if "head.1.bias" in models else torch.zeros(len(head))
+        given = (models["item"], head, bias, vector, item, offset, sample, adversary, model)
+        chances, standard = self.scoring != "standardized", self.scoring == "standardized"
+        score_pairs(*(each.contiguous().numpy() for each in given), chances, standard, out.numpy())
+        return out
+
+    def _of_targets(self, logits: Tensor, inside: Tensor) -> Tensor:
+        """f32[k, B], bool[k, t] -> f32[k]: the first t items are targets where `inside`, the rest is a sample."""
+        wide = inside.shape[1]
+        weight = inside / inside.sum(1, keepdim=True).clamp(min=1)
+        value = logits if self.scoring == "standardized" else torch.sigmoid(logits)
+        mean, rest = (value[:, :wide] * weight).sum(1), value[:, wide:]
+        match self.scoring:
+            case "confidence":
+                return mean
+            case "calibrated":
+                return mean - rest.mean(1)
+            case _:
+                return (mean - rest.mean(1)) / rest.std(1).clamp(min=_TINY)
+
+    def _ndcg(self, logits: Tensor, targets: Tensor) -> Tensor:
+        out = torch.zeros(len(targets), len(logits))
+        for a, mine in enumerate(targets):
+            own, others = mine.nonzero().squeeze(1), (mine == 0).nonzero().squeeze(1)
+            if not len(own) or not len(others):
+                continue
+            lot = random.below(len(others), self.seed, "ndcg", a, own.numpy()[:, None], range(self.negatives))
+            against = logits[:, others[torch.from_numpy(lot)]]  # f32[m, t, negatives]
+            best = logits[:, own].unsqueeze(2)
+            rank = (against > best).sum(2) + 0.5 * (against == best).sum(2)
+            out[a] = torch.where(rank < self.cutoff, 1 / torch.log2(rank + 2), 0.0).mean(1)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCommunity(_Community):
+    """At the server of a federation: every client's model is what was broadcast and what it changed."""
+
+    vantage: ClassVar[type[Server]] = Server
+
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
+        """Keep the broadcast, and score every upload."""
+        if isinstance(message, Disclosure):
+            return self._listened(knowledge, state, message)
+        if isinstance(message, Broadcast):
+            kept = {name: value for name, value in state.items() if not name.startswith(_RECEIVED)}
+            kept |= {_RECEIVED + name: value.clone() for name, value in message.params.items()}
+            if self._way(knowledge) == "fitted":
+                before = {
+                    name.removeprefix(_FITTED): value for name, value in state.items() if name.startswith(_FITTED)
+                }
+                found = fitted(knowledge, message.params, self.seed, before)
+                kept |= {_FITTED + name: value for name, value in found.items()}
+            return kept
+        if not isinstance(message, Upload):
+            return state
+        received = {name.removeprefix(_RECEIVED): value for name, value in state.items() if name.startswith(_RECEIVED)}
+        if not received or not message.update.n_clients:
+            return state
+        update, models, own = message.update, dict[str, Tensor](), dict[str, Tensor]()
+        for part in knowledge.components:
+            if not part.shared:
+                continue
+            whole = received[part.name]
+            if part.storage == "per_item":
+                table = whole.expand(update.n_clients, *whole.shape).clone()
+                table[update.owner, update.item] += update.rows[part.name]
+                models[part.name] = table
+            elif part.storage == "per_user":
+                own[part.name] = whole[update.client] + update.values[part.name]
+            else:
+                models[part.name] = whole + update.values[part.name]
+        vectors = self._vectors(knowledge, state, own, update.n_clients)
+        if vectors is None:
+            return state
+        adversaries = len(targets_of(knowledge))
+        adversary = torch.arange(adversaries).repeat_interleave(update.n_clients)
+        model = torch.arange(update.n_clients).repeat(adversaries)
+        score = self._scores(knowledge, models, vectors, update.client, adversary, model)
+        return self._with(state, adversary, update.client[model], score)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerCommunity(_Community):
+    """At nodes of a gossip: adversary a is the a-th group of the public `groups`, bool[A, nodes], and has what any
+    member of it received.
+    """
+
+    colluders: float = 0.0  # the share of all nodes that side with each adversary; who places adversaries reads it
+
+    vantage: ClassVar[type[Peers]] = Peers
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.colluders < 1:
+            raise ConfigError(f"colluders is {self.colluders}, expected a share of at least 0 and less than 1.")
+        if self.vector == "fitted":
+            raise ConfigError(
+                "vector is 'fitted', expected 'sent', 'told' or 'mean': no model is broadcast in a gossip."
+            )
+
+    def fold(self, knowledge: Knowledge, state: State, message: PeerMessage) -> State:
+        """Score every push for the groups that received it."""
+        if isinstance(message, Disclosure):
+            return self._listened(knowledge, state, message)
+        models, own = dict[str, Tensor](), dict[str, Tensor]()
+        m = int(message.model.max()) + 1 if len(message.model) else 0
+        if not m:
+            return state
+        of_model = torch.empty(m, dtype=torch.int64).index_copy_(0, message.model, message.sender)
+        for part in knowledge.components:
+            if part.shared and part.storage == "per_user":
+                own[part.name] = message.params[part.name][torch.arange(m), of_model]
+            elif part.shared:
+                models[part.name] = message.params[part.name]
+        vectors = self._vectors(knowledge, state, own, m)
+        if vectors is None:
+            return state
+        adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
+        score = self._scores(knowledge, models, vectors, of_model, adversary, message.model[push])
+        return self._with(state, adversary, message.sender[push], score)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunityThroughItems:
+    """First which items are a client's own, from its uploads, then who is similar to the targets by these: expected
+    Jaccard, the overlap and the union each by the probabilities of items. It needs nobody's vector.
+    """
+
+    membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0))
+
+    vantage: ClassVar[type[Server]] = Server
+    question: ClassVar[type[WhoBelongs]] = WhoBelongs
+
+    def init(self, knowledge: Knowledge) -> State:
+        """As the membership attack."""
+        return self.membership.init(knowledge)
+
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
+        """As the membership attack."""
+        return self.membership.fold(knowledge, state, message)
+
+    def answer(self, knowledge: Knowledge, state: State, question: WhoBelongs) -> Tensor:
+        """Probabilities of items, then similarities."""
+        pair, _ = pairs_with_odds(state, knowledge.n_items)
+        client, item = pair // knowledge.n_items, pair % knowledge.n_items
+        chance = self.membership.answer(knowledge, state, WhichItems(client, item)).float()
+        seen, place = torch.unique(client, return_inverse=True)
+        rows = torch.zeros(len(seen), knowledge.n_items).index_put_((place, item), chance)
+        targets = targets_of(knowledge)[question.adversary]
+        both = targets @ rows.T
+        near = both / (targets.sum(1, keepdim=True) + rows.sum(1) - both).clamp(min=_TINY)
+        score = torch.full((len(targets), knowledge.n_users), UNSEEN)
+        score[:, seen] = near
+        return score[:, question.client]
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def targets_of(knowledge: Knowledge) -> Tensor:
+    """What marks the community of each adversary, f32[A, I]."""
+    if "targets" not in knowledge.public:
+        raise ConfigError(
+            "The attack needs target items, got none: give public={'targets': f32[A, I]}, 1 for a target."
+        )
+    return knowledge.public["targets"]
+
+
+def groups_of(knowledge: Knowledge) -> Tensor:
+    """The nodes of each adversary, bool[A, nodes]."""
+    if "groups" not in knowledge.public:
+        raise ConfigError(
+            "The attack needs to know who is in it, got no groups: give public={'groups': bool[A, nodes]}."
+        )
+    groups = knowledge.public["groups"]
+    if len(groups) != len(targets_of(knowledge)):
+        raise ConfigError(f"Got {len(groups)} groups and targets for {len(targets_of(knowledge))}, expected as many.")
+    return groups
+
+
+def colluding(n_users: int, share: float, seed: int) -> Tensor:
+    """Every node as an adversary, with a random share of all nodes beside it, bool[U, U]."""
+    groups = torch.eye(n_users, dtype=torch.bool)
+    count = round(share * n_users)
+    if count:
+        lot = random.bits(seed, "colluders", np.arange(n_users)[:, None], np.arange(n_users)).argsort(1)
+        groups.scatter_(1, torch.from_numpy(lot[:, :count].copy()), True)
+    return groups
+
+
+def _kept(knowledge: Knowledge) -> list[Component]:
+    return [part for part in knowledge.components if not part.shared and part.storage != "per_item"]
+
+
+def _vectors(how: Vector, knowledge: Knowledge, state: State, own: Params, m: int) -> Params | None:
+    """What a model lacks, by component: of m models or of A adversaries; None if nothing was told yet."""
+    kept = _kept(knowledge)
+    if how == "sent":
+        if kept:
+            raise ConfigError(
+                f"The attack uses what is sent, but {', '.join(part.name for part in kept)} is kept.\n"
+                "  Choose another vector: 'told', 'mean' or 'fitted'."
+            )
+        return own
+    prefix = _FITTED if how == "fitted" else _TOLD
+    found = {part.name: state[prefix + part.name] for part in kept if prefix + part.name in state}
+    if len(found) < len(kept):
+        return None
+    if how == "mean":
+        return own | {name: value.nanmean(0).expand(m, *value.shape[1:]) for name, value in found.items()}
+    if how == "fitted":
+        return found
+    leader = knowledge.public.get("leaders", torch.arange(len(targets_of(knowledge))))
+    return {name: value[leader].nan_to_num() for name, value in found.items()}
+
+
+def _nothing_known(clients: int, items: int) -> Batch:
+    """Of the senders' own items the adversary knows nothing."""
+    return Batch(own=torch.zeros(clients, items, dtype=torch.bool), degree=torch.ones(clients))
+
+
+def _logits(knowledge: Knowledge, models: Params, vectors: Params) -> Tensor:
+    """The scores of all items by m models, f32[m, I]."""
+    m = len(next(iter(models.values())))
+    batch = _nothing_known(m, knowledge.n_items)
+    neighbors = {
+        part.name: models[part.name].new_zeros(m, *part.shape)
+        for part in knowledge.components
+        if part.storage == "per_item" and knowledge.model.reads_neighbors
+    }
+    with torch.no_grad():
+        return knowledge.model.logits({**models, **vectors}, replace(batch, neighbors=neighbors))
+
+
+def _claimed(knowledge: Knowledge, logits: Tensor) -> Tensor:
+    """The highest scores of each model, as many as a client has items on average, f32[m, I] of 0 and 1."""
+    if "popularity" not in knowledge.public:
+        raise ConfigError("scoring 'jaccard' needs to know how many items clients have: make popularity public.")
+    count = max(1, round(float(knowledge.public["popularity"].sum()) / knowledge.n_users))
+    top = logits.topk(min(count, logits.shape[1]), dim=1).indices
+    return torch.zeros_like(logits).scatter_(1, top, 1.0)
+
+
+def _padded(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The targets of each adversary as items, i64[A, t], and which of them are there, bool[A, t]."""
+    count = targets.sum(1).long()
+    order = targets.argsort(dim=1, descending=True, stable=True)[:, : max(1, int(count.max()))]
+    return order, torch.arange(order.shape[1]) < count.unsqueeze(1)
+
+
+def _similar(count: Tensor, beside: int, size: int) -> Iterator[Tensor]:
+    """Places of pairs with about as many targets, so many at a time that memory is bounded, i64[k]."""
+    order = count.argsort()
+    width, start = (count[order] + beside) * size, 0
+    while start < len(order):
+        some = width[start : start + max(1, _NUMBERS // max(1, int(width[start])))]
+        fits = torch.arange(1, len(some) + 1) * some <= _NUMBERS  # ascending, so these are the first ones
+        end = start + max(1, int(fits.sum()))
+        yield order[start:end]
+        start = end
+
+
+def fitted(knowledge: Knowledge, params: Params, seed: int, before: Params | None = None) -> Params:
+    """Of each adversary the values of what is kept that fit its targets best, against random items, with the parameters
+    that were broadcast: f32[A, *shape]. At most `_FEW` targets count, drawn at random; `before` is where it starts.
+    """
+    some = _some(targets_of(knowledge), seed)
+    item, inside = _padded(some)
+    adversary = np.arange(len(item))
+    lot = random.below(knowledge.n_items, seed, "random items", adversary[:, None], np.arange(item.shape[1]))
+    what = torch.cat([item, torch.from_numpy(lot)], 1)  # i64[A, 2t]
+    label = torch.cat([inside, torch.zeros_like(inside)], 1).float()
+    weight = torch.cat([inside, inside], 1) / inside.sum(1, keepdim=True).clamp(min=1)
+    own = {
+        part.name: (before[part.name] if before else _drawn(part, adversary, seed)).clone().requires_grad_()
+        for part in _kept(knowledge)
+    }
+    fixed = {
+        part.name: params[part.name][what]
+        if part.storage == "per_item"
+        else params[part.name].expand(len(item), *part.shape)
+        for part in knowledge.components
+        if part.shared
+    }
+    optimizer = torch.optim.Adam(list(own.values()), lr=_RATE)
+    for _ in range(_AGAIN if before else _STEPS):
+        optimizer.zero_grad()
+        logits = knowledge.model.logits({**fixed, **own}, _nothing_known(*what.shape))
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, weight, reduction="sum")
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {name: value.detach() for name, value in own.items()}
+
+
+def _some(targets: Tensor, seed: int) -> Tensor:
+    """At most so many targets of each adversary, f32[A, I]."""
+    lot = random.uniform(seed, "some targets", np.arange(len(targets))[:, None], np.arange(targets.shape[1]))
+    order = (torch.from_numpy(lot) * targets).topk(min(_FEW, targets.shape[1]), dim=1).indices
+    return torch.zeros_like(targets).scatter_(1, order, 1.0) * targets
+
+
+def _drawn(part: Component, row: NDArray[np.int64], seed: int) -> Tensor:
+    """The first values of something that is kept, f32[A, *shape]."""
+    return part.draw(seed, row) if part.storage == "per_user" else part.draw(seed).expand(len(row), *part.shape)

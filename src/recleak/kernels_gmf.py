@@ -1,0 +1,268 @@
+"""Visits to clients with generalized matrix factorization under Adam and full batches, compiled; see `compiled_gmf`.
+
+Axis letters: C clients, E examples and N item rows of all clients, K kept rows of all clients, I items, d factors.
+"""
+
+from __future__ import annotations
+
+from math import exp, log1p, sqrt
+
+import numpy as np
+
+from recleak.kernels import F32, I64, compiled
+
+
+@compiled
+def count_rows(item: I64, offset: I64, kept: I64, kept_offset: I64, n_items: int, out: I64) -> None:
+    """How many item rows each client holds, i64[C]: those of its examples, i64[E], and those it kept, i64[K]."""
+    seen = np.full(n_items, -1, np.int64)
+    for c in range(out.shape[0]):
+        held = 0
+        for n in range(kept_offset[c], kept_offset[c + 1]):
+            seen[kept[n]] = c
+            held += 1
+        for e in range(offset[c], offset[c + 1]):
+            if seen[item[e]] != c:
+                seen[item[e]] = c
+                held += 1
+        out[c] = held
+
+
+@compiled
+def place_rows(
+    item: I64, offset: I64, kept: I64, kept_offset: I64, held_offset: I64, n_items: int,
+    held: I64, row: I64, kept_row: I64,
+) -> None:  # fmt: skip
+    """The items that clients hold, i64[N] ascending within a client, and the rows of examples, i64[E], and of what was
+    kept, i64[K].
+    """
+    place = np.full(n_items, -1, np.int64)
+    for c in range(held_offset.shape[0] - 1):
+        for n in range(kept_offset[c], kept_offset[c + 1]):
+            place[kept[n]] = 0
+        for e in range(offset[c], offset[c + 1]):
+            place[item[e]] = 0
+        at = held_offset[c]
+        for i in range(n_items):
+            if place[i] == 0:
+                place[i], held[at] = at, i
+                at += 1
+        for n in range(kept_offset[c], kept_offset[c + 1]):
+            kept_row[n] = place[kept[n]]
+        for e in range(offset[c], offset[c + 1]):
+            row[e] = place[item[e]]
+        for n in range(held_offset[c], at):
+            place[held[n]] = -1
+
+
+@compiled
+def gmf_visits(
+    row: I64, label: F32, offset: I64,  # i64[E], f32[E], i64[C + 1]: examples
+    table: F32, table_mean: F32, table_square: F32,  # f32[N, d] each
+    first_row: I64, last_row: I64,  # i64[C]: client c has the rows from the first to before the last
+    user: F32, user_mean: F32, user_square: F32,  # f32[C, d] each
+    head: F32, head_mean: F32, head_square: F32,  # f32[C, d] each
+    bias: F32, bias_mean: F32, bias_square: F32,  # f32[C] each; not used without a bias
+    with_bias: bool, age: I64, epochs: int,  # i64[C]: steps made before
+    rates: F32,  # f32[4]: of item, user, head and bias
+    beta1: float, beta2: float, epsilon: float,
+    loss: F32,  # f32[C]
+) -> None:  # fmt: skip
+    """All steps of all clients, each on all of its examples, in place; the mean loss of each."""
+    d = table.shape[1]
+    turned, lean, gradient = np.empty(d, np.float32), np.empty(d, np.float32), np.empty(d, np.float32)
+    b1, b2 = np.float32(beta1), np.float32(beta2)
+    for c in range(user.shape[0]):
+        begin, end = first_row[c], last_row[c]
+        push = np.zeros((end - begin, d), np.float32)
+        share = np.float32(1 / (offset[c + 1] - offset[c]))
+        total = 0.0
+        for epoch in range(epochs):
+            time = age[c] + epoch + 1
+            first = 1 / (1 - beta1**time)
+            root, eps = np.float32(sqrt(1 - beta2**time)), np.float32(epsilon)
+            push[:] = 0
+            for j in range(d):
+                turned[j], lean[j] = head[c, j] * user[c, j], 0
+            tilt = np.float32(0)
+            for e in range(offset[c], offset[c + 1]):
+                q = table[row[e]]
+                score = bias[c] if with_bias else np.float32(0)
+                for j in range(d):
+                    score += turned[j] * q[j]
+                small = exp(-abs(score))
+                total += share * (max(score, 0) - label[e] * score + log1p(small))
+                chance = 1 / (1 + small) if score >= 0 else small / (1 + small)
+                slope = share * (np.float32(chance) - label[e])
+                tilt += slope
+                mine = push[row[e] - begin]
+                for j in range(d):
+                    mine[j] += slope * turned[j]
+                    lean[j] += slope * q[j]
+            size = np.float32(first * rates[0])
+            for n in range(begin, end):
+                _adam(table[n], table_mean[n], table_square[n], push[n - begin], size, root, eps, b1, b2)
+            for j in range(d):
+                gradient[j] = lean[j] * head[c, j]
+                lean[j] *= user[c, j]
+            _adam(user[c], user_mean[c], user_square[c], gradient, np.float32(first * rates[1]), root, eps, b1, b2)
+            _adam(head[c], head_mean[c], head_square[c], lean, np.float32(first * rates[2]), root, eps, b1, b2)
+            if with_bias:
+                gradient[0] = tilt
+                one, mean, square = bias[c : c + 1], bias_mean[c : c + 1], bias_square[c : c + 1]
+                _adam(one, mean, square, gradient, np.float32(first * rates[3]), root, eps, b1, b2)
+        loss[c] = total / epochs
+
+
+@compiled
+def clipped_sums(
+    row: I64, label: F32, offset: I64,  # i64[E], f32[E], i64[C + 1]: examples
+    table: F32, user: F32, head: F32, bias: F32, with_bias: bool,  # f32[N, d], f32[C, d] twice, f32[C]
+    clip: float,
+    of_rows: F32, of_user: F32, of_head: F32, of_bias: F32,  # zeros of the same shapes
+    loss: F32,  # f32[C]: the mean over examples is added
+) -> None:  # fmt: skip
+    """The sum over each client's examples of their gradients, each scaled to a norm of at most `clip` in all parts."""
+    d = table.shape[1]
+    for c in range(user.shape[0]):
+        total = 0.0
+        for e in range(offset[c], offset[c + 1]):
+            q = table[row[e]]
+            score = bias[c] if with_bias else np.float32(0)
+            for j in range(d):
+                score += head[c, j] * user[c, j] * q[j]
+            small = exp(-abs(score))
+            total += max(score, 0) - label[e] * score + log1p(small)
+            slope = (1 / (1 + small) if score >= 0 else small / (1 + small)) - label[e]
+            norm = 1.0 if with_bias else 0.0
+            for j in range(d):
+                norm += (head[c, j] * user[c, j]) ** 2 + (head[c, j] * q[j]) ** 2 + (user[c, j] * q[j]) ** 2
+            norm = abs(slope) * sqrt(norm)
+            slope *= min(1.0, clip / norm) if norm > 0 else 1.0
+            mine = of_rows[row[e]]
+            for j in range(d):
+                mine[j] += slope * head[c, j] * user[c, j]
+                of_user[c, j] += slope * head[c, j] * q[j]
+                of_head[c, j] += slope * user[c, j] * q[j]
+            of_bias[c] += slope
+        loss[c] += total / (offset[c + 1] - offset[c])
+
+
+@compiled
+def adam_step(
+    value: F32, mean: F32, square: F32, gradient: F32,  # f32[N, d] each
+    first_row: I64, last_row: I64, age: I64,  # i64[C]: of each client the rows, and the number of the step, from 1
+    rate: float, beta1: float, beta2: float, epsilon: float,
+) -> None:  # fmt: skip
+    """One step of Adam on the rows of clients."""
+    for c in range(age.shape[0]):
+        size = np.float32(rate / (1 - beta1 ** age[c]))
+        root, eps = np.float32(sqrt(1 - beta2 ** age[c])), np.float32(epsilon)
+        for n in range(first_row[c], last_row[c]):
+            _adam(value[n], mean[n], square[n], gradient[n], size, root, eps, np.float32(beta1), np.float32(beta2))
+
+
+@compiled
+def _adam(
+    value: F32, mean: F32, square: F32, gradient: F32,
+    size: np.float32, root: np.float32, eps: np.float32, beta1: np.float32, beta2: np.float32,
+) -> None:  # fmt: skip
+    one = np.float32(1)
+    for j in range(value.shape[0]):
+        mean[j] = beta1 * mean[j] + (one - beta1) * gradient[j]
+        square[j] = beta2 * square[j] + (one - beta2) * gradient[j] * gradient[j]
+        value[j] -= size * mean[j] / (np.sqrt(square[j]) / root + eps)
+
+
+@compiled
+def merge_models(own: F32, sent: F32, node: I64, offset: I64, sender: I64, rest: F32, share: F32) -> None:
+    """own[node] = rest own[node] + the sum over its messages of share sent[sender], f32[U, L]; node k has the messages
+    offset[k] to offset[k + 1].
+    """
+    for k in range(node.shape[0]):
+        mine = own[node[k]]
+        for j in range(mine.shape[0]):
+            mine[j] *= rest[k]
+        for m in range(offset[k], offset[k + 1]):
+            theirs, factor = sent[sender[m]], share[m]
+            for j in range(mine.shape[0]):
+                mine[j] += factor * theirs[j]
+
+
+@compiled
+def judge_models(
+    table: F32,  # f32[U, I, d]: of each node
+    node: I64,  # i64[n]: whose model is judged
+    turned: F32,  # f32[n, d]: what item rows are multiplied with
+    judge: I64,  # i64[n]: the user who judges
+    item: I64,  # i64[V, 1 + negatives]: validation items of all users, each before its negatives
+    offset: I64,  # i64[U + 1]
+    cutoff: int,
+    out: F32,  # f32[n]
+) -> None:
+    """Mean hit rate times mean NDCG on the judges' validation items; 0 for who has none. Ties count half."""
+    d = table.shape[2]
+    for k in range(node.shape[0]):
+        rows, weight = table[node[k]], turned[k]
+        begin, end = offset[judge[k]], offset[judge[k] + 1]
+        hits, gains = 0.0, 0.0
+        for v in range(begin, end):
+            best, rank = np.float32(0), 0.0
+            for c in range(item.shape[1]):
+                score, row = np.float32(0), rows[item[v, c]]
+                for j in range(d):
+                    score += weight[j] * row[j]
+                if c == 0:
+                    best = score
+                elif score > best:
+                    rank += 1
+                elif score == best:
+                    rank += 0.5
+            if rank < cutoff:
+                hits += 1
+                gains += 1 / np.log2(rank + 2)
+        size = max(end - begin, 1)
+        out[k] = hits / size * gains / size
+
+
+@compiled
+def score_pairs(
+    table: F32, head: F32, bias: F32,  # f32[m, I, d], f32[m, d], f32[m]: of models
+    vector: F32,  # f32[A, d]: of adversaries
+    item: I64, offset: I64,  # i64[T], i64[A + 1]: targets
+    sample: I64,  # i64[S]: random items
+    adversary: I64, model: I64,  # i64[k]: pairs
+    chances: bool, standard: bool,  # by chances or by scores; over the standard deviation of the sample
+    out: F32,  # f32[k]
+) -> None:  # fmt: skip
+    """The mean over an adversary's targets by a model with its vector, minus that of a sample if there is one."""
+    d = table.shape[2]
+    turned = np.empty(d, np.float32)
+    for k in range(adversary.shape[0]):
+        a, rows = adversary[k], table[model[k]]
+        for j in range(d):
+            turned[j] = vector[a, j] * head[model[k], j]
+        total = 0.0
+        for t in range(offset[a], offset[a + 1]):
+            total += _scored(turned, rows[item[t]], bias[model[k]], chances)
+        mean = total / max(offset[a + 1] - offset[a], 1)
+        if sample.shape[0]:
+            first, second = 0.0, 0.0
+            for t in range(sample.shape[0]):
+                value = _scored(turned, rows[sample[t]], bias[model[k]], chances)
+                first += value
+                second += value * value
+            count = sample.shape[0]
+            first /= count
+            mean -= first
+            if standard:
+                mean /= max(sqrt(max(second / count - first * first, 0.0) * count / max(count - 1, 1)), 1e-12)
+        out[k] = mean
+
+
+@compiled
+def _scored(turned: F32, row: F32, bias: np.float32, chances: bool) -> float:
+    score = float(bias)
+    for j in range(turned.shape[0]):
+        score += float(turned[j] * row[j])
+    return 1 / (1 + exp(-score)) if chances else score

@@ -1,0 +1,267 @@
+"""How the cells of CDA are measured (Belal et al.): federated and gossip training, and who finds whose community.
+
+Two variants. `as-written` is the text at its scale: all users, communities of 50, a model is scored by its mean
+confidence (eq. 10). `as-published-code` is what the published code does: some 100 users, communities of 5, NDCG@20
+against 99 sampled items, personal peers of which one stays.
+
+What the paper leaves open, and what is taken here:
+
+    local training        full batches, one step in a federated round, two for each message in gossip; 4 negatives per
+                          positive, drawn anew each time; Adam keeps its moments: as the code has it
+    the split             80/10/10 at random, of each user's items
+    averaging             by the number of positives, of whole models: a user's row, which only that user changes, keeps
+                          its share of the change (eq. 5, and the code)
+    views                 replaced after every tick as written, after ten in the code. The text has "periodically"; that
+                          a single adversary sees 38 to 49 % of its community, as it says, needs one tick with its
+                          number of users, or ten with 100
+    a node's own vector   where vectors are not shared, an adversary scores with its own, which it knows
+    utility               HR@20 of every test item against 99 sampled others (the printed values cannot be of a full
+                          ranking); the mean over a user's items, then over users
+    DP-SGD                see `defenses.dp_sgd`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recleak import random
+from recleak.attacks.base import Knowledge, WhoBelongs
+from recleak.attacks.community import CommunityThroughItems, PeerCommunity, ServerCommunity, colluding
+from recleak.data.interactions import Interactions
+from recleak.data.sampling import evaluation_candidates
+from recleak.data.source import open_data
+from recleak.data.split import Split, ratio
+from recleak.defenses.base import Defense
+from recleak.defenses.sharing import Share, ShareLess
+from recleak.errors import unknown_name
+from recleak.grading import communities, grade_communities
+from recleak.metrics.ranking import rank
+from recleak.models.components import Normal
+from recleak.models.mf import GMF
+from recleak.papers.reproduce import Measured
+from recleak.protocols.federated import Federated, FederatedModel, train_federated
+from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
+from recleak.training.cohort import LocalTraining
+from recleak.training.executor import InProcess
+from recleak.training.optimizers import Adam
+from recleak.watching import Watching
+from recleak.wire import Peers, Server
+
+VERSION = 1
+ROUNDS = 200
+CODE = "as-published-code"
+SCALE = {CODE: (100, 5)}  # users, size of a community
+SIZE = 50
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One training run."""
+
+    split: Split
+    model: GMF
+    defense: Defense
+    protocol: Federated | Gossip
+    size: int  # of a community
+    variant: str
+    seed: int
+
+    @property
+    def train(self) -> Interactions:
+        """What clients train on."""
+        return self.split.train
+
+    @property
+    def targets(self) -> Tensor:
+        """Everybody is an adversary, whose targets are its own items, f32[U, I]."""
+        return torch.from_numpy((self.train.matrix().toarray() > 0).astype(np.float32))
+
+    def groups(self, share: float) -> Tensor:
+        """Each adversary with its colluders, a random share of all nodes, bool[U, U]."""
+        return colluding(self.train.n_users, share, self.seed)
+
+    def knowledge(self, **public: Tensor) -> Knowledge:
+        """Models are public; so is how many items people have on average."""
+        known = {"targets": self.targets, "popularity": torch.from_numpy(self.train.popularity.astype(np.float32))}
+        parts = self.defense.sharing(self.model.components())
+        local = self.protocol.local
+        users, items = self.train.n_users, self.train.n_items
+        return Knowledge(self.model, users, items, parts, local, self.defense, {**known, **public})
+
+
+def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
+    """The objects that a cell's `run` names."""
+    data = open_data(str(run["data"]), str(run["preset"]) if "preset" in run else None)
+    code, how = variant == CODE, str(run["protocol"])
+    users, size = SCALE.get(variant, (data.n_users, SIZE))
+    split = ratio(_some_users(data, users, seed), seed=seed)
+    gossip = how != "fl"
+    model = GMF(init=Normal(0.05 if code and not gossip else 0.01))
+    adam = Adam(0.01, keep=True)
+    local = LocalTraining(epochs=2 if gossip else 1, batch_size=None, optimizer=adam, resample=True)
+    rounds = int(run.get("rounds", ROUNDS))
+    protocols: dict[str, Federated | Gossip] = {
+        "fl": Federated(rounds=rounds, aggregation="weighted", local=local),
+        "rand": Gossip(rounds=rounds, refresh=int(run.get("refresh", 10 if code else 1)), local=local),
+        "pers": Gossip(
+            rounds=rounds,
+            refresh=int(run.get("refresh", 10 if code else 1)),
+            peers="personal",
+            stay=1 if code else 2,
+            local=local,
+        ),
+    }
+    if how not in protocols:
+        raise unknown_name("protocol", how, protocols)
+    sharing: dict[str, Defense] = {"full": Share(("user",)), "less": ShareLess()}
+    if str(run["sharing"]) not in sharing:
+        raise unknown_name("sharing", str(run["sharing"]), sharing)
+    return Setting(split, model, sharing[str(run["sharing"])], protocols[how], size, variant, seed)
+
+
+def _some_users(data: Interactions, count: int, seed: int) -> Interactions:
+    """So many random users with all that they did, and the items that are left."""
+    if count >= data.n_users:
+        return data
+    chosen = random.bits(seed, "some users", np.arange(data.n_users)).argsort()[:count]
+    return data.restrict(np.isin(data.user, chosen), f"a draw of {count} users")
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    run: Mapping[str, Scalar], asks: Sequence[Mapping[str, Scalar]], *, variant: str, seed: int, threads: int
+) -> Iterator[Measured]:
+    """One training run with all that is asked for at its wire; then the results in the order of the asks."""
+    made = setting(run, variant, seed)
+    everybody = torch.arange(made.train.n_users)
+    truth = communities(made.targets, made.train, made.size, everybody)
+    taps: dict[str, Watching[Any, WhoBelongs]] = {}
+    for ask in asks:
+        if (key := _key(ask)) is not None and key not in taps:
+            taps[key] = _tap(made, ask, truth)
+    start = perf_counter()
+    trained = _train(made, list(taps.values()), threads)
+    seconds = perf_counter() - start
+    for ask in asks:
+        if ask.get("measure") == "utility":
+            yield Measured(_utility(made, trained), seconds=seconds)
+        elif ask.get("attack") == "random":
+            yield Measured(_random(truth, made), seconds=0.0)
+        else:
+            key = _key(ask)
+            yield _measured(taps[str(key)], seconds)
+
+
+def _train(made: Setting, taps: list[Watching[Any, WhoBelongs]], threads: int) -> FederatedModel | GossipModel:
+    told = range(made.train.n_users) if isinstance(made.defense, ShareLess) else ()
+    if isinstance(made.protocol, Gossip):
+        return train_gossip(
+            made.protocol,
+            made.model,
+            made.train,
+            valid=made.split.valid,
+            defense=made.defense,
+            taps=taps,
+            threads=threads,
+            confidants=told,
+            seed=made.seed,
+            show_progress=False,
+        )
+    return train_federated(
+        made.protocol,
+        made.model,
+        made.train,
+        defense=made.defense,
+        taps=taps,
+        executor=InProcess(threads),
+        confidants=told,
+        seed=made.seed,
+        show_progress=False,
+    )
+
+
+def _key(ask: Mapping[str, Scalar]) -> str | None:
+    """What has to listen for an ask; asks with the same key share it."""
+    if ask.get("attack") not in ("cda", "chain"):
+        return None
+    return " ".join(f"{name}={ask[name]}" for name in sorted(ask))
+
+
+def _tap(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[Any, WhoBelongs]:
+    everybody = torch.arange(made.train.n_users)
+    question = WhoBelongs(everybody, everybody)
+
+    def grade(answer: Tensor) -> dict[str, Tensor]:
+        return grade_communities(answer, truth, made.size, everybody)
+
+    if ask["attack"] == "chain":
+        rounds = {*range(10), *range(9, made.protocol.rounds, 10)}  # it is the same after everybody's first upload
+        return Watching(Server(), CommunityThroughItems(), made.knowledge(), question, grade, rounds)
+    public = {"excluded": made.targets} if ask.get("disjoint") else {}
+    scoring: Any = ask.get("scoring", "ndcg" if made.variant == CODE else "confidence")
+    vector: Any = ask.get("vector", "told" if isinstance(made.defense, ShareLess) else "sent")
+    keep: Any = ask.get("keep", "latest")
+    if not isinstance(made.protocol, Gossip):
+        attack = ServerCommunity(scoring=scoring, vector=vector, keep=keep, seed=made.seed)
+        return Watching(Server(), attack, made.knowledge(**public), question, grade)
+    groups = made.groups(float(ask.get("colluders", 0.0)))
+    peer = PeerCommunity(scoring=scoring, vector=vector, keep=keep, seed=made.seed)
+    return Watching(Peers(groups), peer, made.knowledge(groups=groups, **public), question, grade)
+
+
+def _measured(tap: Watching[Any, WhoBelongs], seconds: float) -> Measured:
+    """Averages over adversaries at rounds (counted from 1), and what is behind them."""
+    rounds = tap.rounds.numpy()
+    accuracy, bound, exposed = (tap.curve(name).double().numpy() for name in ("accuracy", "bound", "exposed"))
+    best, chosen = int(accuracy.mean(1).argmax()), int(tap.curve("separation").argmax())
+    metrics: dict[str, NDArray[np.float64]] = {
+        "max-aac": accuracy[best],
+        "max-round": np.array([float(rounds[best] + 1)]),
+        "chosen-aac": accuracy[chosen],
+        "chosen-round": np.array([float(rounds[chosen] + 1)]),
+        "bound": bound[-1],
+        "last-aac": accuracy[-1],
+        "exposed": exposed[best][~np.isnan(exposed[best])],
+    }
+    for at in (10, 200):
+        if (place := np.flatnonzero(rounds == at - 1)).size:
+            metrics[f"aac@{at}"] = accuracy[place[0]]
+    for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        metrics[name] = np.array([np.quantile(accuracy[best], share)])
+        metrics[f"exposed-{name}"] = np.array([np.quantile(metrics["exposed"], share)])
+    shown = np.unique(
+        np.concatenate([np.arange(min(10, len(rounds))), np.arange(0, len(rounds), 5), [len(rounds) - 1]])
+    )
+    series = {
+        "aac": [(int(rounds[r] + 1), float(accuracy[r].mean())) for r in shown],
+        "bound": [(int(rounds[r] + 1), float(bound[r].mean())) for r in shown],
+    }
+    return Measured(metrics, series, seconds)
+
+
+def _random(truth: Tensor, made: Setting) -> dict[str, NDArray[np.float64]]:
+    """A random draw of as many others; on average it is size / (users - 1)."""
+    users = made.train.n_users
+    lot = torch.from_numpy(random.uniform(made.seed, "random community", np.arange(users)[:, None], np.arange(users)))
+    graded = grade_communities(lot.float(), truth, made.size, torch.arange(users))
+    return {"accuracy": graded["accuracy"].double().numpy(), "expected": np.array([made.size / (users - 1)])}
+
+
+def _utility(made: Setting, trained: FederatedModel | GossipModel) -> dict[str, NDArray[np.float64]]:
+    """HR@20 of every user's test items, against 99 sampled items and among all."""
+    candidates = evaluation_candidates(made.split, 99, seed=made.seed)
+    return {
+        "hr@20": rank(trained, made.train, made.split.test, candidates.items).recall(20),
+        "hr@20-full": rank(trained, made.train, made.split.test).recall(20),
+    }

@@ -1,0 +1,609 @@
+"""Gossip learning: every node has a model of its own, sends it to a few others, merges what arrives, and trains.
+
+Time goes in ticks. In a tick every node that is awake sends its shared parameters, as they are when the tick begins, to
+the peers in its view. What arrives at a node is merged into its parameters, one message after the other, each merge
+followed by local training (Belal et al. 2023, eqs. 8 and 9): the first message of every node is the first wave, the
+second the next wave. A wave is one batched program: a merge is a gather and a weighted sum, and no node's result
+depends on which others are in its wave or chunk.
+
+    Rand-Gossip    peers="random": all peers are replaced by random ones, periodically
+    Pers-Gossip    peers="personal": the `stay` best ones stay, by how well what they sent did on the node's own
+                   validation items; merges are weighted by that too (PEPPER, Belal et al. 2022)
+
+What a node sends, it also has: defenses act on the changes of its training before they enter its shared parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recleak import random
+from recleak.data.interactions import Interactions
+from recleak.data.sampling import Complement
+from recleak.defenses.base import Defense
+from recleak.defenses.base import check as check_defense
+from recleak.errors import ConfigError, DataError, unknown_name
+from recleak.kernels_gmf import merge_models
+from recleak.models.base import Model
+from recleak.models.components import Component, by_name
+from recleak.progress import Progress
+from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.recording import Tap
+from recleak.training.chunks import cores
+from recleak.training.cohort import LocalTraining, Task
+from recleak.training.compiled_gmf import direct, judge_nodes, train_nodes
+from recleak.training.executor import Assignment, InProcess, Session, Work
+from recleak.training.local import Examples
+from recleak.training.optimizers import check as check_optimizer
+from recleak.training.personal import personal_scores
+from recleak.training.state import ClientStore
+from recleak.update import NodeParams, Update
+from recleak.wire import Message, Push
+
+Peering = Literal["random", "personal"]
+Merging = Literal["pairwise", "together"]
+Precision = Literal["float32", "float16"]
+Tamper: TypeAlias = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # from what a node has to what it sends
+_WAVES = 1 << 20  # numbers of visits in one tick: more than anybody gets messages
+_TABLE = 1 << 26  # bytes of gathered parameters at a time
+_NEGATIVES = 99  # against which each validation item is ranked
+_CUTOFF = 20
+_log = logging.getLogger("recleak.gossip")
+
+
+@dataclass(frozen=True)
+class Gossip:
+    """How nodes find each other, what may go wrong on the way, and what they do with what arrives.
+
+    merging "pairwise": message after message, as they arrive; "together": all that arrived in a tick, then one
+    training. Weights of a merge are numbers of positives, or with personal peers the performance on the node's own
+    validation items, of its own and of the received parameters.
+    delay: a message is so many ticks late at most, drawn uniformly. loss: the chance that it never arrives. churn: the
+    chance that a node sleeps through a tick: it neither sends nor hears.
+    precision: in which nodes hold what they share; they train in float32.
+    """
+
+    rounds: int = 100  # ticks
+    degree: int = 3  # peers that a node sends to
+    refresh: int = 10  # ticks after which views change
+    peers: Peering = "random"
+    stay: int = 2  # of personal peers
+    merging: Merging = "pairwise"
+    delay: int = 0
+    loss: float = 0.0
+    churn: float = 0.0
+    precision: Precision = "float32"
+    local: LocalTraining = field(default_factory=LocalTraining)
+
+    def check(self) -> None:
+        """An error for a setting that cannot be."""
+        for name, least in (("rounds", 0), ("degree", 1), ("refresh", 1), ("stay", 0), ("delay", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least {least}.")
+        for name, kind in (("peers", Peering), ("merging", Merging), ("precision", Precision)):
+            if getattr(self, name) not in get_args(kind):
+                raise unknown_name(name, getattr(self, name), get_args(kind))
+        for name in ("loss", "churn"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 0 and less than 1.")
+        if self.peers == "personal" and self.stay > self.degree:
+            raise ConfigError(f"stay is {self.stay}, expected at most the {self.degree} peers of a view.")
+        self.local.check()
+
+    def awake(self, nodes: NDArray[np.int64], tick: int, seed: int) -> NDArray[np.bool_]:
+        """Who takes part in a tick."""
+        return np.asarray(random.uniform(seed, "awake", tick, nodes) >= self.churn)
+
+    def state_bytes(self, components: Sequence[Component], n_users: int, n_items: int) -> int:
+        """What all nodes hold of what they share, once."""
+        rows = {"per_item": n_items, "per_user": n_users, "dense": 1}
+        numbers = sum(part.size * rows[part.storage] for part in components if part.shared)
+        return n_users * numbers * (4 if self.precision == "float32" else 2)
+
+    def needed_bytes(self, components: Sequence[Component], n_users: int, n_items: int) -> int:
+        """What a run takes beside its working memory: the nodes' parameters, and all that is under way."""
+        return (2 + self.delay) * self.state_bytes(components, n_users, n_items)
+
+
+def random_views(
+    nodes: NDArray[np.int64], degree: int, seed: int, epoch: int, kept: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Distinct random peers of each node, i64[n, degree], never itself; the first ones are those in `kept`, i64[n, k].
+
+    Every set of peers is equally likely, as random peer sampling aims at (Jelasity et al. 2007).
+    """
+    n = len(nodes)
+    if degree >= n:
+        raise ConfigError(f"degree is {degree}, expected at most {n - 1}: the other nodes.")
+    view = np.full((n, degree), -1, np.int64)
+    start = 0 if kept is None else kept.shape[1]
+    if kept is not None:
+        view[:, :start] = kept
+    for place in range(start, degree):
+        todo, attempt = np.arange(n), 0
+        while len(todo):
+            drawn = nodes[random.below(n, seed, "peer", epoch, nodes[todo], place, attempt)]
+            view[todo, place] = drawn
+            twice = (view[todo, :place] == drawn[:, None]).any(1) | (drawn == nodes[todo])
+            todo, attempt = todo[twice], attempt + 1
+    return view
+
+
+@dataclass(frozen=True, eq=False)
+class GossipModel:
+    """The result: what every node has. It scores each user with the user's own model."""
+
+    task: Task
+    params: NodeParams
+    store: ClientStore
+    train: Interactions
+    loss: tuple[float, ...]  # mean over the visits of each tick; NaN where nothing arrived
+    visits: tuple[int, ...]  # local trainings in each tick
+    rejected: tuple[int, ...] = ()  # nodes that sent something unusable
+    trainings: tuple[int, ...] = ()  # of each user: after how many merges it trained
+
+    def scores(self, users: Tensor) -> Tensor:
+        """Every item for each of the given users: i64[B] -> f32[B, I]."""
+        order, back = torch.unique(users.cpu(), return_inverse=True)
+        step = _together(self.task.components, self.train.n_users, self.train.n_items)
+        parts = [
+            personal_scores(self.task, self.params, self.store.read(some.numpy()), self._own[some.numpy()])
+            for some in torch.split(order, step)
+        ]
+        return torch.cat(parts)[back]
+
+    @cached_property
+    def _own(self) -> sp.csr_array:
+        return self.train.matrix()
+
+
+def train_gossip(
+    protocol: Gossip,
+    model: Model,
+    train: Interactions,
+    *,
+    valid: Interactions | None = None,
+    defense: Defense | None = None,
+    taps: Sequence[Tap] = (),
+    threads: int | None = None,
+    chunk: int = 128,
+    seed: int = 0,
+    spare: tuple[Interactions, ...] = (),
+    user_features: Tensor | None = None,
+    faulty: Mapping[int, Tamper] | None = None,
+    confidants: Sequence[int] = (),
+    show_progress: bool = True,
+) -> GossipModel:
+    """Train `model` on the interactions of each user as one node of a network.
+
+    `valid` are the items on which nodes compare their peers; personal peers need it. `taps` receive every message that
+    arrives. `faulty` nodes send something else than what they have. Who sends parameters that are not finite, or do not
+    fit the model, is not listened to in that tick, and is named in the log. `confidants` are users who side with an
+    adversary: in every tick they tell what they keep (`Disclosure`).
+    """
+    run = _Run(protocol, model, train, valid, defense or Defense(), tuple(taps), chunk, seed, spare, user_features)
+    run.faulty, run.confidants = dict(faulty or {}), np.unique(np.asarray(confidants, np.int64))
+    run.walk(InProcess(threads), show_progress)
+    for tap in taps:
+        tap.close()
+    rejected, trainings = tuple(sorted(run.rejected)), tuple(run.trainings.tolist())
+    loss, visits = tuple(run.loss), tuple(run.visits)
+    return GossipModel(run.task, run.params, run.store, run.train, loss, visits, rejected, trainings)
+
+
+@dataclass(frozen=True, eq=False)
+class _Mail:
+    """n messages on their way."""
+
+    sent: NDArray[np.int64]  # i64[n]: the tick in which each was sent
+    sender: NDArray[np.int64]
+    receiver: NDArray[np.int64]
+
+    @classmethod
+    def join(cls, parts: Sequence[_Mail]) -> _Mail:
+        """All of several."""
+        none = np.zeros(0, np.int64)
+        return cls(*(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in _FIELDS))
+
+    def select(self, place: NDArray[np.int64] | NDArray[np.bool_]) -> _Mail:
+        """Some of them."""
+        return _Mail(self.sent[place], self.sender[place], self.receiver[place])
+
+    def by_tick(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The ticks in which they were sent, each with the places of its messages."""
+        for sent in np.unique(self.sent).tolist():
+            yield sent, np.flatnonzero(self.sent == sent)
+
+
+class _Run:
+    """A run between two ticks."""
+
+    def __init__(
+        self,
+        protocol: Gossip,
+        model: Model,
+        train: Interactions,
+        valid: Interactions | None,
+        defense: Defense,
+        taps: tuple[Tap, ...],
+        chunk: int,
+        seed: int,
+        spare: tuple[Interactions, ...],
+        user_features: Tensor | None,
+    ) -> None:
+        protocol.check()
+        if defense.secure_aggregation:
+            raise ConfigError(
+                "Got secure aggregation in a gossip, expected a federation: nodes receive models one by one."
+            )
+        components = defense.sharing(model.components())
+        by_name(components)
+        check_defense(defense, components)
+        check_optimizer(protocol.local.optimizer, set(by_name(components)))
+        check_tables(components, train)
+        check_features(model, user_features, train)
+        self.protocol, self.taps, self.chunk, self.seed = protocol, taps, chunk, seed
+        self.train, self.nodes = train.distinct(), np.flatnonzero(train.activity).astype(np.int64)
+        local = protocol.local
+        examples = Examples.of(
+            self.train, negatives=local.negatives, loss=local.loss, resample=local.resample, spare=spare, seed=seed
+        )
+        check_clients(None, self.nodes, examples)
+        self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
+        self.assignment = Assignment(self.task, examples)
+        self.params = _first_nodes(components, train.n_users, train.n_items, seed, protocol.precision)
+        self.store = ClientStore(components, local.optimizer, train.n_users, train.n_items, seed)
+        self.keeps_rows = any(part.storage == "per_item" and not part.shared for part in components)
+        self.direct = direct(self.task, _DTYPE[protocol.precision])
+        if self.direct:
+            self.store.fill(self.nodes)
+        self.positives = torch.from_numpy(self.train.activity.astype(np.float32))
+        self.panel = _Panel.of(self.train, valid, spare, seed) if protocol.peers == "personal" else None
+        self.known = np.full((train.n_users, train.n_users) if self.panel else (0, 0), -1.0, np.float32)
+        self.view = np.zeros((len(self.nodes), protocol.degree), np.int64)
+        self.due: dict[int, list[_Mail]] = {}  # by the tick in which they arrive
+        self.faulty: dict[int, Tamper] = {}
+        self.confidants = np.zeros(0, np.int64)
+        self.trainings = np.zeros(train.n_users, np.int64)
+        self.snapshots: dict[int, NodeParams] = {}  # by tick: what was sent in it
+        self.tick, self.loss, self.visits, self.rejected = 0, list[float](), list[int](), set[int]()
+
+    def walk(self, executor: InProcess, show_progress: bool) -> None:
+        """All ticks."""
+        width = cores() if executor.threads is None else executor.threads
+        with (
+            executor.open(self.assignment) as session,
+            ThreadPoolExecutor(width) as self.pool,
+            Progress(self.protocol.rounds, shown=show_progress) as bar,
+        ):
+            while self.tick < self.protocol.rounds:
+                self.step(session)
+                bar.round(self.tick, self.loss[-1], self.visits[-1])
+
+    def step(self, session: Session) -> None:
+        """One tick: send, receive, merge and train."""
+        protocol, tick = self.protocol, self.tick
+        awake = np.zeros(self.train.n_users, bool)
+        awake[self.nodes] = protocol.awake(self.nodes, tick, self.seed)
+        if tick % protocol.refresh == 0:
+            self.view = self._views(tick // protocol.refresh)
+        self._send(awake)
+        arrivals = self._arrivals(awake)
+        if len(self.confidants):
+            self._tell(self.store.disclosed(self.confidants))
+        self._show(arrivals)
+        loss, visits = 0.0, 0
+        for number, wave in enumerate(self._waves(arrivals)):
+            total, count = self._wave(session, wave, number)
+            loss, visits = loss + total, visits + count
+        self.loss.append(loss / visits if visits else float("nan"))
+        self.visits.append(visits)
+        self.snapshots = {sent: each for sent, each in self.snapshots.items() if sent > tick - protocol.delay}
+        self.tick += 1
+
+    # Sending.
+
+    def _views(self, epoch: int) -> NDArray[np.int64]:
+        """New peers; the best of personal ones stay."""
+        protocol = self.protocol
+        if self.panel is None or epoch == 0:
+            return random_views(self.nodes, protocol.degree, self.seed, epoch)
+        how_good = np.take_along_axis(self.known[self.nodes], self.view, 1)  # f32[n, degree]; -1: never heard of
+        best = np.argsort(-how_good, axis=1, kind="stable")[:, : protocol.stay]
+        return random_views(self.nodes, protocol.degree, self.seed, epoch, np.take_along_axis(self.view, best, 1))
+
+    def _send(self, awake: NDArray[np.bool_]) -> None:
+        protocol, tick = self.protocol, self.tick
+        sender, receiver = np.repeat(self.nodes, protocol.degree), self.view.ravel()
+        arrives = awake[sender] & (random.uniform(self.seed, "lost", tick, sender, receiver) >= protocol.loss)
+        arrives &= ~np.isin(sender, self._snapshot(awake))
+        late = random.below(protocol.delay + 1, self.seed, "delay", tick, sender, receiver)
+        lot = random.bits(self.seed, "order", tick, sender, receiver)
+        for delay in range(protocol.delay + 1):
+            now = np.flatnonzero(arrives & (late == delay))
+            now = now[lot[now].argsort()]
+            mail = _Mail(np.full(len(now), tick), sender[now], receiver[now])
+            self.due.setdefault(tick + delay, []).append(mail)
+
+    def _snapshot(self, awake: NDArray[np.bool_]) -> list[int]:
+        """Put aside what is sent in this tick; the nodes that send what nobody can use."""
+        sent = NodeParams({name: value.clone() for name, value in self.params.items()})
+        refused: dict[int, str] = {}
+        for node, tamper in self.faulty.items():
+            instead = tamper({name: value[node].clone() for name, value in sent.items()})
+            if problem := _misfit(instead, {name: value[node] for name, value in sent.items()}):
+                refused[node] = problem
+            else:
+                for name, value in instead.items():
+                    sent[name][node] = value.to(sent[name].dtype)
+        senders = self.nodes[awake[self.nodes]]
+        for node in senders[~_finite(sent, senders)].tolist():
+            refused.setdefault(node, "numbers that are not finite")
+        for node, problem in refused.items():
+            if awake[node] and node not in self.rejected:
+                _log.warning("Tick %d: node %d sent %s; nobody uses it.", self.tick, node, problem)
+                self.rejected.add(node)
+        self.snapshots[self.tick] = sent
+        return list(refused)
+
+    def _arrivals(self, awake: NDArray[np.bool_]) -> _Mail:
+        """What arrives now at nodes that are awake."""
+        mail = _Mail.join(self.due.pop(self.tick, []))
+        return mail.select(awake[mail.receiver])
+
+    def _show(self, arrivals: _Mail) -> None:
+        """Hand what arrives to the taps, so many senders at a time that memory is bounded."""
+        if not self.taps:
+            return
+        step = _together(self.task.components, self.train.n_users, self.train.n_items)
+        for sent, place in arrivals.by_tick():
+            batch = arrivals.select(place)
+            senders = np.unique(batch.sender)
+            for start in range(0, len(senders), step):
+                some = senders[start : start + step]
+                mine = np.isin(batch.sender, some)
+                row = torch.from_numpy(np.searchsorted(some, batch.sender[mine]))
+                params = {n: v[torch.from_numpy(some)].float() for n, v in self.snapshots[sent].items()}
+                sender, receiver = torch.from_numpy(batch.sender[mine]), torch.from_numpy(batch.receiver[mine])
+                self._tell(Push(self.tick, sender, receiver, params, row))
+
+    def _tell(self, message: Message) -> None:
+        for tap in self.taps:
+            tap.receive(message)
+
+    # Receiving.
+
+    def _waves(self, arrivals: _Mail) -> Iterator[_Mail]:
+        """Messages that are merged at once: the first of each receiver, then the second; or all of them."""
+        order = np.argsort(arrivals.receiver, kind="stable")
+        sorted_ = arrivals.select(order)
+        if self.protocol.merging == "together":
+            if len(order):
+                yield sorted_
+            return
+        _, first, count = np.unique(sorted_.receiver, return_index=True, return_counts=True)
+        rank = np.arange(len(order)) - np.repeat(first, count)
+        for number in range(int(count.max(initial=0))):
+            yield sorted_.select(rank == number)
+
+    def _wave(self, session: Session, wave: _Mail, number: int) -> tuple[float, int]:
+        """Merge and train, each receiver once; the sum of the losses, and how many nodes trained."""
+        nodes = np.unique(wave.receiver)
+        self.trainings[nodes] += 1
+        own = self._performance(wave, nodes)
+        chunks = [nodes[start : start + self.chunk] for start in range(0, len(nodes), self.chunk)]
+
+        if self.direct:
+            return self._wave_in_place(wave, chunks, own, number), len(nodes)
+
+        def works() -> Iterator[Work]:
+            for chunk in chunks:
+                self._merge(wave.select(np.isin(wave.receiver, chunk)), chunk, own)
+                yield Work(self.tick * _WAVES + number, self.store.read(chunk))
+
+        loss = 0.0
+        for trained in session.map(self.params, works()):
+            self.store.write(trained.kept)
+            _add(self.params, trained.update)
+            loss += float(trained.loss.sum(dtype=torch.float64))
+        return loss, len(nodes)
+
+    def _wave_in_place(
+        self, wave: _Mail, chunks: Sequence[NDArray[np.int64]], own: NDArray[np.float32], number: int
+    ) -> float:
+        """The same where a node's parameters can be trained where they are."""
+
+        def visit(chunk: NDArray[np.int64]) -> float:
+            self._merge(wave.select(np.isin(wave.receiver, chunk)), chunk, own)
+            data = self.assignment.examples.draw(chunk, self.tick * _WAVES + number)
+            return float(train_nodes(self.task, self.params, self.store, data).sum(dtype=torch.float64))
+
+        return sum(self.pool.map(visit, chunks))
+
+    def _performance(self, wave: _Mail, nodes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """How good the nodes' own parameters are for them, f32[U]; of what arrives it is remembered in `known`."""
+        own = np.zeros(self.train.n_users, np.float32)
+        if self.panel is None:
+            return own
+        own[nodes] = self._judged(self.panel, self.params, nodes, nodes)
+        for sent, mine in wave.by_tick():
+            sender, receiver = wave.sender[mine], wave.receiver[mine]
+            self.known[receiver, sender] = self._judged(self.panel, self.snapshots[sent], sender, receiver)
+        return own
+
+    def _judged(
+        self, panel: _Panel, params: NodeParams, node: NDArray[np.int64], judge: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Hit rate times NDCG on each judge's validation items of what a node has or sent, f32[n]."""
+        step = _together(self.task.components, self.train.n_users, self.train.n_items)
+        found = []
+        for start in range(0, len(node), step):
+            who, of = judge[start : start + step], torch.from_numpy(node[start : start + step])
+            people, place = np.unique(who, return_inverse=True)
+            kept = self.store.read(people) if self.keeps_rows else self.store.read_values(people)
+            kept = kept.select(torch.from_numpy(place))
+            if self.direct:
+                found.append(judge_nodes(params, kept, node[start : start + step], (panel.item, panel.offset), _CUTOFF))
+                continue
+            scores = personal_scores(self.task, params, kept, panel.own[who], node=of)
+            found.append(panel.performance(scores.numpy(), who))
+        return np.concatenate(found) if found else np.zeros(0, np.float32)
+
+    def _merge(self, wave: _Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> None:
+        """Put the weighted mean of its own and the received parameters in the place of each node's."""
+        share, rest = self._weights(wave, nodes, own)
+        for sent, mine in wave.by_tick():
+            messages = wave.select(mine)
+            offset = np.searchsorted(messages.receiver, np.append(nodes, self.train.n_users))
+            for name, value in self.params.items():
+                _merge(value, self.snapshots[sent][name], nodes, offset, messages.sender, rest, share[mine])
+            rest = torch.ones_like(rest)  # its own part is counted once
+
+    def _weights(self, wave: _Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+        """The share of each message, f32[n], and of each node's own parameters, f32[C] (eq. 8)."""
+        if self.panel is None:
+            message, mine = self.positives[wave.sender], self.positives[nodes]
+        else:
+            message, mine = torch.from_numpy(self.known[wave.receiver, wave.sender]), torch.from_numpy(own[nodes])
+        place = torch.from_numpy(np.searchsorted(nodes, wave.receiver))
+        total = mine.clone().index_add_(0, place, message)
+        equal = total <= 0  # nothing is good for anything yet: all count alike
+        message, mine = torch.where(equal[place], 1.0, message), torch.where(equal, 1.0, mine)
+        total = mine.clone().index_add_(0, place, message)
+        return message / total[place], mine / total
+
+
+_DTYPE = {"float32": torch.float32, "float16": torch.float16}
+_FIELDS = ("sent", "sender", "receiver")
+
+
+def _first_nodes(
+    components: Sequence[Component], n_users: int, n_items: int, seed: int, precision: Precision
+) -> NodeParams:
+    """What nodes share before the first tick: each has drawn its own."""
+    dtype = _DTYPE[precision]
+    rows = {"per_item": n_items, "per_user": n_users, "dense": 1}
+    first = NodeParams()
+    for part in components:
+        if not part.shared:
+            continue
+        shape = part.shape if part.storage == "dense" else (rows[part.storage], *part.shape)
+        first[part.name] = torch.empty(n_users, *shape, dtype=dtype)
+        for node in range(n_users):
+            own = int(random.bits(seed, "node", node) >> np.uint64(1))
+            drawn = part.draw(own) if part.storage == "dense" else part.draw(own, np.arange(rows[part.storage]))
+            first[part.name][node] = (drawn[0] if part.storage == "dense" else drawn).to(dtype)
+    return first
+
+
+def _merge(
+    value: Tensor,
+    sent: Tensor,
+    node: NDArray[np.int64],
+    offset: NDArray[np.int64],
+    sender: NDArray[np.int64],
+    rest: Tensor,
+    share: Tensor,
+) -> None:
+    """Of the given nodes value = rest value + the sum over their messages of share sent[sender], in place."""
+    if value.dtype == torch.float32:
+        own, theirs = (each.numpy().reshape(len(value), -1) for each in (value, sent))
+        merge_models(own, theirs, node, offset, sender, rest.numpy(), share.numpy())
+        return
+    at, place = torch.from_numpy(node), torch.from_numpy(np.repeat(np.arange(len(node)), np.diff(offset)))
+    ones = [1] * (value.dim() - 1)
+    merged = value[at].float() * rest.reshape(-1, *ones)
+    merged.index_add_(0, place, sent[torch.from_numpy(sender)].float() * share.reshape(-1, *ones))
+    value[at] = merged.to(value.dtype)
+
+
+def _add(params: NodeParams, update: Update) -> None:
+    """Add what nodes changed to what they have, in place."""
+    for name, value in update.values.items():
+        whole = params[name]
+        if whole.dim() > value.dim():  # a user table: a node changes its own row
+            whole[update.client, update.client] += value.to(whole.dtype)
+        else:
+            whole[update.client] += value.to(whole.dtype)
+    node = update.client[update.owner]
+    place = node * update.n_items + update.item
+    for name, rows in update.rows.items():
+        table = params[name].view(-1, *rows.shape[1:])
+        table.index_add_(0, place, rows.to(table.dtype))
+
+
+def _misfit(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """What is wrong with the form of parameters, in words; None: nothing."""
+    if set(got) != set(expected):
+        return f"the components {', '.join(sorted(got)) or 'none'}, expected {', '.join(sorted(expected))}"
+    for name, value in expected.items():
+        if got[name].shape != value.shape:
+            return f"{name} of shape {list(got[name].shape)}, expected {list(value.shape)}"
+    return None
+
+
+def _finite(params: NodeParams, node: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether all that each of the nodes has is finite, bool[n]."""
+    at = torch.from_numpy(node)
+    sound = torch.ones(len(node), dtype=torch.bool)
+    for value in params.values():
+        for start in range(0, len(node), step := max(1, _TABLE // max(1, value[0].numel() * value.element_size()))):
+            some = value[at[start : start + step]].float()
+            sound[start : start + step] &= torch.isfinite(some.flatten(1).sum(1))
+    return sound.numpy()
+
+
+def _together(components: Sequence[Component], n_users: int, n_items: int) -> int:
+    """How many models fit into the working memory."""
+    rows = {"per_item": n_items, "per_user": n_users, "dense": 1}
+    numbers = sum(part.size * rows[part.storage] for part in components)
+    return max(1, _TABLE // (4 * numbers))
+
+
+@dataclass(frozen=True, eq=False)
+class _Panel:
+    """The validation items of all users, each with sampled negatives; V of them."""
+
+    own: sp.csr_array  # f32[U, I]: training items
+    item: NDArray[np.int64]  # i64[V, 1 + negatives]: the validation item, then negatives
+    offset: NDArray[np.int64]  # i64[U + 1]
+
+    @classmethod
+    def of(cls, train: Interactions, valid: Interactions | None, spare: tuple[Interactions, ...], seed: int) -> _Panel:
+        if valid is None or not len(valid):
+            raise DataError(
+                "Personal peers are chosen by validation items, and there are none", remedy="Give `valid` items."
+            )
+        held = valid.distinct()
+        free = Complement.of(train, held, *spare)
+        number = np.arange(len(held.user))[:, None]
+        user = held.user.astype(np.int64)
+        rank = random.below(free.size[user][:, None], seed, "panel", number, np.arange(_NEGATIVES))
+        negative = free.item(np.broadcast_to(user[:, None], rank.shape), rank)
+        offset = np.concatenate([[0], np.cumsum(held.activity)]).astype(np.int64)
+        return cls(train.matrix(), np.concatenate([held.item[:, None], negative], 1).astype(np.int64), offset)
+
+    def performance(self, scores: NDArray[np.float32], user: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Mean hit rate times mean NDCG at 20 on the users' validation items, f32[n]; 0 for who has none."""
+        count = self.offset[user + 1] - self.offset[user]
+        owner = np.repeat(np.arange(len(user)), count)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(self.offset[user], count)
+        of = scores[owner[:, None], self.item[place]]  # f32[v, 1 + negatives]
+        rank = (of[:, 1:] > of[:, :1]).sum(1) + 0.5 * (of[:, 1:] == of[:, :1]).sum(1)
+        hit = rank < _CUTOFF
+        gain = np.where(hit, 1 / np.log2(rank + 2), 0.0)
+        size = np.maximum(count, 1)
+        return np.asarray(
+            np.bincount(owner, hit, len(user)) / size * np.bincount(owner, gain, len(user)) / size, np.float32
+        )

@@ -1,0 +1,199 @@
+"""What a cell stores of each attack: its grades user by user, what it knew, its curves; or why there is nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recleak import random
+from recleak.attacks.base import WhichAttribute, WhichItems, WhoBelongs
+from recleak.canaries import Canaries, bound
+from recleak.cells import Ask, Cell
+from recleak.files import replace_table, replace_text
+from recleak.grading import communities, grade_communities, grade_users, shuffled, truth_of
+from recleak.metrics.comparison import is_known, is_validation
+from recleak.metrics.inference import auc_by_user
+from recleak.metrics.linearized import auc_values, macro_f1_values
+from recleak.recording import Listening
+from recleak.watching import Watching
+
+if TYPE_CHECKING:
+    from recleak.measuring import Made
+
+DELTA = 1e-6  # of ledger and canaries; times the canaries it must be far below 1 - their level
+
+
+def store(cell: Cell, name: str, content: Mapping[str, Any]) -> None:
+    """A file of a cell."""
+    replace_text(cell.path / f"{name}.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _about(ask: Ask) -> dict[str, Any]:
+    about = {"attack": ask.name, "question": ask.question, "kind": ask.kind, "role": ask.role}
+    return {**about, "settings": dict(ask.settings)}
+
+
+def store_reason(cell: Cell, ask: Ask, reason: str) -> None:
+    """Why there is nothing of an attack."""
+    store(cell, ask.key, {**_about(ask), "reason": reason})
+
+
+def store_grades(
+    cell: Cell,
+    ask: Ask,
+    tap: Listening[Any, WhichItems],
+    question: WhichItems,
+    made: Made,
+    rounds: NDArray[np.int64],
+) -> None:
+    """Which items are a user's own."""
+    truth = truth_of(question, made.train)
+    if ask.shuffle:
+        truth = shuffled(question, truth, cell.seed)
+    valid = is_validation(question.client.numpy(), ask.validation)
+    graded = grade_users(question, tap.answer(question), truth, valid)
+    who = graded.users["user"].to_numpy()
+    users = graded.users.with_columns(
+        pl.Series("round", rounds[who]), pl.Series("activity", made.train.activity[who].astype(np.int64))
+    )
+    replace_table(cell.path / f"{ask.key}.parquet", users)
+    facts = {
+        "reason": None,
+        "vantage": type(tap.vantage).__name__,
+        "knowledge": str(tap.knowledge),
+        "direction": graded.direction,
+        "thresholds": {name: None if value is None else repr(value) for name, value in graded.thresholds.items()},
+        "slopes": graded.slopes,
+        "roc": graded.roc,
+    }
+    store(cell, ask.key, {**_about(ask), **facts})
+
+
+def store_attribute(
+    cell: Cell, ask: Ask, tap: Listening[Any, WhichAttribute], made: Made, rounds: NDArray[np.int64]
+) -> None:
+    """Graded on the users who took part and whose attribute the adversary does not know.
+
+    AUC and macro F1 are of all validation users, and of all others, as values by user (`metrics.linearized`).
+    """
+    label, names = made.classes(ask)
+    user = np.arange(len(label))
+    asked = user[(rounds >= 0) & (label >= 0) & ~is_known(user, ask.known)]
+    answer = tap.answer(WhichAttribute(torch.from_numpy(asked), ask.attribute, tuple(names))).double().numpy()
+    valid, own = is_validation(asked, ask.validation), label[asked]
+    direction = 1
+    if len(names) == 2 and len(np.unique(own[valid])) > 1 and auc_values(answer[valid], own[valid]).mean() < 0.5:
+        answer, direction = answer[:, ::-1], -1  # that is a leak too: read the other way round
+    guess = answer.argmax(axis=1)
+    auc, f1 = np.full(len(asked), np.nan), np.full(len(asked), np.nan)
+    for part in (valid, ~valid):
+        if len(np.unique(own[part])) > 1:
+            auc[part] = auc_values(answer[part], own[part])
+            f1[part] = macro_f1_values(guess[part], own[part], len(names))
+    frame = pl.DataFrame(
+        {
+            "user": asked,
+            "valid": valid,
+            "label": own,
+            "guess": guess,
+            "auc": auc,
+            "f1": f1,
+            "accuracy": (guess == own).astype(np.float64),
+            "exposed": answer[np.arange(len(own)), own] / np.maximum(answer.sum(axis=1), 1e-12),
+            "round": rounds[asked],
+            "activity": made.train.activity[asked].astype(np.int64),
+        }
+    ).with_columns(pl.col("auc", "f1").fill_nan(None))
+    replace_table(cell.path / f"{ask.key}.parquet", frame)
+    facts = {
+        "reason": None,
+        "vantage": type(tap.vantage).__name__,
+        "knowledge": str(tap.knowledge),
+        "classes": names,
+        "direction": direction,
+        "roc": [],
+    }
+    store(cell, ask.key, {**_about(ask), **facts})
+
+
+def store_bound(cell: Cell, ask: Ask, tap: Listening[Any, WhichItems], canaries: Canaries) -> None:
+    """What canaries show at least."""
+    found = bound(canaries, tap.answer(canaries.question).double().numpy(), delta=DELTA)
+    store(cell, ask.key, {**_about(ask), "reason": None, "bound": asdict(found)})
+
+
+def truth_of_communities(made: Made, ask: Ask) -> Tensor:
+    """Who is similar to each user, bool[U, U]; in the audit's test of itself, some other users."""
+    users = torch.arange(made.train.n_users)
+    truth = communities(made.targets, made.split.train, ask.community, users)
+    if ask.shuffle:
+        lot = random.bits(made.seed, "shuffled communities", users.numpy()[:, None], users.numpy())
+        truth = truth.gather(1, torch.from_numpy(lot.argsort(1)))
+        truth.fill_diagonal_(False)
+    return truth
+
+
+def store_community(
+    cell: Cell, ask: Ask, tap: Watching[Any, WhoBelongs], made: Made, rounds: NDArray[np.int64]
+) -> None:
+    """Every user who took part plays the adversary, with its own items as the targets, and is a row of the table.
+
+    auc: how well its scores tell its community from the others, those it never heard of last. exposed: of the user as a
+    victim.
+    """
+    user = np.flatnonzero(rounds >= 0)
+    everybody = torch.arange(made.train.n_users)
+    truth, answer = truth_of_communities(made, ask), tap.answer(WhoBelongs(everybody, everybody))
+    valid = is_validation(user, ask.validation)
+    score = answer.double().numpy()
+    heard = np.isfinite(score)
+    auc = _auc_of_rows(np.where(heard, score, -np.inf), truth.numpy())
+    direction = 1
+    if round(float(np.nanmean(auc[user[valid]])), 12) < 0.5 if valid.any() else False:
+        score, direction = -score, -1  # that is a leak too: read the other way round
+        auc = _auc_of_rows(np.where(heard, score, -np.inf), truth.numpy())
+    graded = grade_communities(torch.from_numpy(np.where(heard, score, -np.inf)), truth, ask.community, everybody)
+    exposed = graded["exposed"].double().numpy()
+    frame = pl.DataFrame(
+        {
+            "user": user,
+            "valid": valid,
+            "auc": auc[user],
+            "accuracy": graded["accuracy"].double().numpy()[user],
+            "bound": graded["bound"].double().numpy()[user],
+            "exposed": exposed[user],
+            "round": rounds[user],
+            "activity": made.train.activity[user].astype(np.int64),
+        }
+    ).with_columns(pl.col("auc", "exposed").fill_nan(None))
+    replace_table(cell.path / f"{ask.key}.parquet", frame)
+    facts = {
+        "reason": None,
+        "vantage": type(tap.vantage).__name__,
+        "knowledge": str(tap.knowledge),
+        "direction": direction,
+        "rounds": tap.rounds.tolist(),
+        "curve": [[round(each, 6) for each in row] for row in tap.curve("accuracy").double().numpy()[:, user].tolist()],
+        "roc": [],
+    }
+    store(cell, ask.key, {**_about(ask), **facts})
+
+
+def _auc_of_rows(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Of each row, without its diagonal, f64[U]; NaN where there is only one kind."""
+    users = len(score)
+    others = ~np.eye(users, dtype=bool)
+    finite = np.where(np.isfinite(score), score, np.nanmin(np.where(np.isfinite(score), score, np.inf)) - 1)
+    owner = np.repeat(np.arange(users), users - 1)
+    found = auc_by_user(finite[others], truth[others], owner)
+    out = np.full(users, np.nan)
+    out[found.user] = found.value
+    return out

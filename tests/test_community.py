@@ -1,0 +1,273 @@
+"""Community detection: planted communities are found, scores are what their formulas say, and groups keep apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from recleak import random
+from recleak.attacks.base import Knowledge, WhoBelongs
+from recleak.attacks.community import UNSEEN, PeerCommunity, Scoring, ServerCommunity, Vector, fitted
+from recleak.data.interactions import Interactions
+from recleak.defenses.base import Defense
+from recleak.defenses.sharing import Share
+from recleak.errors import ConfigError
+from recleak.models.components import Component, Normal
+from recleak.models.mf import GMF, MF
+from recleak.protocols.federated import Federated, train_federated
+from recleak.protocols.gossip import Gossip, train_gossip
+from recleak.recording import Listening
+from recleak.testing.attacks import one_by_one
+from recleak.testing.models import checkerboard
+from recleak.training.chunks import one_thread
+from recleak.training.cohort import LocalTraining
+from recleak.training.optimizers import Adam
+from recleak.update import Update
+from recleak.wire import Broadcast, Disclosure, Peers, Push, Server, Upload
+
+MODEL = GMF(4, init=Normal(0.5))
+LOCAL = LocalTraining(epochs=2, batch_size=None, optimizer=Adam(0.05, keep=True), resample=True)
+FULL = Share(("user",))
+
+
+@pytest.fixture(autouse=True)
+def single_thread() -> Iterator[None]:
+    """Tensors are tiny."""
+    with one_thread():
+        yield
+
+
+def items_of(data: Interactions) -> Tensor:
+    return torch.from_numpy((data.matrix().toarray() > 0).astype(np.float32))
+
+
+def knowledge_of(data: Interactions, defense: Defense, **public: Tensor) -> Knowledge:
+    targets = items_of(data)
+    known = {"targets": targets, "popularity": targets.sum(0)} | public
+    return Knowledge(MODEL, data.n_users, data.n_items, defense.sharing(MODEL.components()), LOCAL, defense, known)
+
+
+def found(score: Tensor, color: Tensor, count: int) -> float:
+    """The share of an adversary's first claims that have its color, the mean over adversaries; not itself."""
+    score = score.clone()
+    score.fill_diagonal_(UNSEEN)
+    top = score.topk(count, dim=1)
+    right = (color[top.indices] == color.unsqueeze(1)) & torch.isfinite(top.values)
+    return float(right.float().mean())
+
+
+@pytest.mark.parametrize("scoring", ["confidence", "calibrated", "standardized", "jaccard", "ndcg"])
+def test_the_server_finds_planted_communities(scoring: Scoring) -> None:
+    data, _ = checkerboard(24, 24)
+    known, everybody = knowledge_of(data, FULL), torch.arange(24)
+    tap = Listening(Server(), ServerCommunity(scoring=scoring, negatives=9, cutoff=5), known)
+    train_federated(
+        Federated(rounds=6, aggregation="weighted", local=LOCAL), MODEL, data, defense=FULL, taps=[tap],
+        show_progress=False,
+    )  # fmt: skip
+    assert found(tap.answer(WhoBelongs(everybody, everybody)), everybody % 2, 11) > 0.8
+
+
+@pytest.mark.parametrize("vector", ["told", "mean", "fitted"])
+def test_everybody_is_scored_without_the_senders_vectors(vector: Vector) -> None:
+    """How well is another matter: with two colors, those of the other one push the targets as those of the same do."""
+    data, _ = checkerboard(24, 24)
+    known, everybody = knowledge_of(data, Defense()), torch.arange(24)
+    tap = Listening(Server(), ServerCommunity(scoring="standardized", vector=vector), known)
+    protocol = Federated(rounds=3, aggregation="weighted", local=LOCAL)
+    train_federated(protocol, MODEL, data, taps=[tap], confidants=range(24), show_progress=False)
+    score = tap.answer(WhoBelongs(everybody, everybody))
+    assert bool(torch.isfinite(score).all())
+    assert bool((score.std(0) > 0).all()), "adversaries differ in their targets"
+    assert bool((score.std(1) > 0).all()), "senders differ in their models"
+
+
+def test_a_node_ranks_those_it_heard_of_and_colluders_hear_more() -> None:
+    data, _ = checkerboard(24, 24)
+    everybody = torch.arange(24)
+    alone = torch.eye(24, dtype=torch.bool)
+    some = alone.clone()
+    some[:, :8] = True  # everybody plays with the first eight
+    taps = []
+    for groups in (alone, some):
+        known = knowledge_of(data, FULL, groups=groups)
+        taps.append(Listening(Peers(groups), PeerCommunity(scoring="standardized"), known))
+    train_gossip(Gossip(rounds=12, refresh=2, local=LOCAL), MODEL, data, defense=FULL, taps=taps, show_progress=False)
+    one, many = (tap.answer(WhoBelongs(everybody, everybody)) for tap in taps)
+    heard, more = torch.isfinite(one).sum(), torch.isfinite(many).sum()
+    assert heard < more
+    assert not bool((torch.isfinite(one) & ~torch.isfinite(many)).any())
+    right, wrong = (
+        torch.isfinite(many) & ((everybody % 2 == everybody.unsqueeze(1) % 2) == same) for same in (True, False)
+    )
+    right.fill_diagonal_(False)
+    assert many[right].mean() > many[wrong].mean() + 0.5
+
+
+def message(n: int = 5) -> tuple[Knowledge, Push]:
+    """Random models of 3 senders, in 5 pushes to 4 nodes."""
+    data, _ = checkerboard(8, 12)
+    draw = torch.Generator().manual_seed(0)
+    groups = torch.eye(8, dtype=torch.bool)[:4]
+    targets = items_of(data)[:4]
+    shape = {"user": (3, 8, 4), "item": (3, 12, 4), "head.1.weight": (3, 4, 1), "head.1.bias": (3, 1)}
+    params = {name: torch.randn(*size, generator=draw) for name, size in shape.items()}
+    model = torch.tensor([0, 0, 1, 2, 2])[:n]
+    push = Push(0, torch.tensor([5, 5, 6, 7, 7])[:n], torch.tensor([0, 1, 2, 3, 0])[:n], params, model)
+    known = knowledge_of(data, FULL, groups=groups)
+    return Knowledge(MODEL, 8, 12, known.components, LOCAL, FULL, {**known.public, "targets": targets}), push
+
+
+def test_scores_are_what_their_formulas_say() -> None:
+    known, push = message()
+    targets, params = known.public["targets"], push.params
+    for a, sender, row in ((0, 5, 0), (2, 6, 1), (3, 7, 2), (0, 7, 2)):
+        user, head = params["user"][row, sender], params["head.1.weight"][row, :, 0]
+        logits = params["item"][row] @ (user * head) + params["head.1.bias"][row]
+        mine = targets[a] > 0
+        chance = torch.sigmoid(logits)
+        own = set(logits.topk(round(float(known.public["popularity"].sum()) / 8)).indices.tolist())
+        wanted = set(mine.nonzero().flatten().tolist())
+        lot = random.below(12 - len(wanted), 0, "ndcg", a, np.array(sorted(wanted))[:, None], range(99))
+        others = (~mine).nonzero().flatten()[torch.from_numpy(lot)]
+        rank = (logits[others] > logits[mine].unsqueeze(1)).sum(1)
+        expected = {
+            "confidence": chance[mine].mean(),
+            "calibrated": chance[mine].mean() - chance.mean(),
+            "standardized": (logits[mine].mean() - logits.mean()) / logits.std(),
+            "jaccard": torch.tensor(len(own & wanted) / len(own | wanted)),
+            "ndcg": torch.where(rank < 20, 1 / torch.log2(rank + 2), 0.0).mean(),
+        }
+        for scoring, value in expected.items():
+            attack = PeerCommunity(scoring=scoring)  # type: ignore[arg-type]
+            state = attack.fold(known, attack.init(known), push)
+            got = attack.answer(known, state, WhoBelongs(torch.tensor([a]), torch.tensor([sender])))
+            torch.testing.assert_close(got[0, 0], value, atol=1e-5, rtol=1e-4)
+
+
+def test_groups_keep_apart_and_parts_of_a_message_add_up() -> None:
+    known, push = message()
+    attack = PeerCommunity()
+    whole = attack.fold(known, attack.init(known), push)["score"]
+    assert torch.isfinite(whole).sum() == 5
+    assert torch.isfinite(whole[0]).nonzero().flatten().tolist() == [5, 7]
+    state = attack.init(known)
+    for part in one_by_one(push):
+        assert isinstance(part, Push)
+        state = attack.fold(known, state, part)
+    torch.testing.assert_close(state["score"], whole)
+
+
+def test_the_latest_or_the_best_score_counts() -> None:
+    known, push = message()
+    again = Push(1, push.sender, push.receiver, {name: -value for name, value in push.params.items()}, push.model)
+    for keep in ("latest", "best"):
+        attack = PeerCommunity(keep=keep)
+        first, second = (attack.fold(known, attack.init(known), each)["score"] for each in (push, again))
+        both = attack.fold(known, attack.fold(known, attack.init(known), push), again)["score"]
+        torch.testing.assert_close(both, second if keep == "latest" else torch.maximum(first, second))
+
+
+def test_what_was_told_is_the_adversarys_own() -> None:
+    data, _ = checkerboard(8, 12)
+    known = knowledge_of(data, Defense())
+    attack = ServerCommunity(vector="told")
+    draw = torch.Generator().manual_seed(1)
+    item, head = torch.randn(12, 4, generator=draw), torch.randn(4, 1, generator=draw)
+    told = torch.randn(8, 4, generator=draw)
+    state = attack.fold(
+        known, attack.init(known), Broadcast(0, {"item": item, "head.1.weight": head, "head.1.bias": torch.zeros(1)})
+    )
+    update = Update(
+        torch.tensor([3]),
+        {"head.1.weight": torch.zeros(1, 4, 1), "head.1.bias": torch.zeros(1, 1)},
+        {"item": torch.ones(2, 4)},
+        torch.tensor([1, 5]),
+        torch.tensor([0, 2]),
+        12,
+    )
+    upload = Upload(0, update, torch.ones(1))
+    assert not bool(torch.isfinite(attack.fold(known, state, upload)["score"]).any()), "nothing was told yet"
+    state = attack.fold(known, state, Disclosure(torch.arange(8), {"user": told}, {}))
+    score = attack.fold(known, state, upload)["score"]
+    table = item.clone()
+    table[[1, 5]] += 1
+    for a in range(8):
+        mine = known.public["targets"][a] > 0
+        expected = torch.sigmoid(table[mine] @ (told[a] * head[:, 0])).mean()
+        torch.testing.assert_close(score[a, 3], expected, atol=1e-5, rtol=1e-4)
+    assert not bool(torch.isfinite(score[:, :3]).any())
+
+
+@pytest.mark.parametrize("scoring", ["confidence", "calibrated", "standardized"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_compiled_scores_are_those_of_the_general_way(scoring: Scoring, bias: bool) -> None:
+    class Other(GMF):
+        """The same, but it may compute something else, so nothing compiled is used."""
+
+    data, _ = checkerboard(8, 12)
+    everybody, scores = torch.arange(8), []
+    for model in (GMF(4, bias, Normal(0.5)), Other(4, bias, Normal(0.5))):
+        public = knowledge_of(data, Defense()).public
+        known = Knowledge(model, 8, 12, model.components(), LOCAL, public=public)
+        tap = Listening(Server(), ServerCommunity(scoring=scoring, vector="told"), known)
+        protocol = Federated(rounds=2, local=LOCAL)
+        train_federated(protocol, GMF(4, bias, Normal(0.5)), data, taps=[tap], confidants=range(8), show_progress=False)
+        scores.append(tap.answer(WhoBelongs(everybody, everybody)))
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
+
+
+def test_fitted_vectors_like_their_targets() -> None:
+    data, _ = checkerboard(8, 12)
+    known = knowledge_of(data, Defense())
+    draw = torch.Generator().manual_seed(1)
+    params = {
+        "item": torch.randn(12, 4, generator=draw),
+        "head.1.weight": torch.ones(4, 1),
+        "head.1.bias": torch.zeros(1),
+    }
+    params["item"][::2, 0] += 3  # even items share a direction
+    vectors = fitted(known, params, 0)["user"]
+    logits = vectors @ params["item"].T
+    targets = known.public["targets"] > 0
+    for a in range(8):
+        assert logits[a][targets[a]].mean() > logits[a].mean()
+
+
+def test_errors_say_what_to_do() -> None:
+    known, push = message()
+
+    def fold(attack: PeerCommunity, components: tuple[Component, ...], names: tuple[str, ...]) -> None:
+        public = {name: known.public[name] for name in names}
+        attack.fold(Knowledge(MODEL, 8, 12, components, public=public), attack.init(known), push)
+
+    with pytest.raises(ConfigError, match="needs target items"):
+        PeerCommunity().init(Knowledge(MODEL, 8, 12, known.components))
+    with pytest.raises(ConfigError, match="no groups"):
+        fold(PeerCommunity(), known.components, ("targets",))
+    with pytest.raises(ConfigError, match="Choose another vector"):
+        fold(PeerCommunity(), MODEL.components(), ("targets", "groups"))
+    with pytest.raises(ConfigError, match="no model is broadcast in a gossip"):
+        PeerCommunity(vector="fitted")
+    with pytest.raises(ConfigError, match="scoring is 'best'"):
+        PeerCommunity(scoring="best")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="make popularity public"):
+        fold(PeerCommunity(scoring="jaccard"), known.components, ("targets", "groups"))
+
+
+def test_other_models_have_communities_too() -> None:
+    data, _ = checkerboard(12, 12)
+    model, everybody = MF(4), torch.arange(12)
+    share = Share(("user",))
+    targets = items_of(data)
+    parts: tuple[Component, ...] = share.sharing(model.components())
+    tap = Listening(
+        Server(), ServerCommunity(scoring="standardized"), Knowledge(model, 12, 12, parts, public={"targets": targets})
+    )
+    local = LocalTraining(epochs=3, batch_size=8, optimizer=Adam(0.05))
+    train_federated(Federated(rounds=6, local=local), model, data, defense=share, taps=[tap], show_progress=False)
+    assert found(tap.answer(WhoBelongs(everybody, everybody)), everybody % 2, 5) > 0.7

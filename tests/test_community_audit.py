@@ -1,0 +1,133 @@
+"""Communities in an audit, in a federation and in a gossip, end to end on tiny data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from recleak.conditions import Condition
+from recleak.data import store
+from recleak.data.synthetic import Synthetic
+from recleak.experiment import experiment
+from recleak.findings import Findings
+from recleak.runs import audit_run
+from recleak.watching import spread
+
+ADAM = {"use": "adam", "learning_rate": 0.02, "keep": True}
+LOCAL = {"epochs": 2, "batch_size": "none", "optimizer": ADAM, "resample": True}
+
+
+def table(data: str, **changes: Any) -> dict[str, Any]:
+    made = {
+        "seeds": 2,
+        "data": data,
+        "model": {"use": "gmf", "factors": 4},
+        "protocol": [
+            {"use": "federated", "name": "federated", "rounds": 5, "aggregation": "weighted", "local": LOCAL},
+            {"use": "gossip", "name": "gossip", "rounds": 5, "refresh": 1, "local": LOCAL},
+        ],
+        "defenses": ["share", "share-less", "secure-aggregation"],
+        "attacks": [
+            {"use": "community", "name": "CDA", "scoring": "standardized"},
+            {"use": "community", "name": "CDA, fitted", "scoring": "standardized", "vector": "fitted"},
+            {"use": "community-of-peers", "name": "CDA at nodes", "scoring": "standardized"},
+            {"use": "community-of-peers", "name": "CDA at colluders", "scoring": "standardized", "colluders": 0.3},
+            {"use": "community-of-peers", "name": "CDA, own vector", "vector": "told"},
+            "community-through-items",
+        ],
+        "communities": 10,
+    }
+    return {**made, **changes}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data") / "small"
+    made = Synthetic(n_users=80, n_items=60, mean_activity=14, min_activity=6, coupling=1.0).generate()
+    store.save(made, folder, name="small")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return audit_run(experiment(table(data)), folder, command="test"), folder
+
+
+@pytest.mark.heavy
+def test_communities_are_found_beside_the_null(whole: tuple[Findings, Path]) -> None:
+    findings, _ = whole
+    verdict = {(row["protocol"], row["defense"]): row for row in findings.verdicts.to_dicts()}
+    leak = verdict["federated", "share"]
+    assert leak["question"] == "community"
+    assert leak["verdict"] == "leaks"
+    assert leak["null"] == "random users"
+    assert leak["value"] > leak["null_high"]
+    assert "tells who is in a user's community from who is not with AUC" in leak["words"]
+    rows = findings.scores.filter((pl.col("protocol") == "federated") & (pl.col("defense") == "share"))
+    assert set(rows.filter(pl.col("value").is_not_null())["metric"]) == {"auc", "accuracy"}
+    null = rows.filter((pl.col("role") == "null") & (pl.col("metric") == "accuracy")).to_dicts()[0]
+    assert null["low"] < 10 / 79 < null["high"], "a draw finds 10 of 79"
+
+
+@pytest.mark.heavy
+def test_what_cannot_be_is_said(whole: tuple[Findings, Path]) -> None:
+    findings, _ = whole
+    reasons = {
+        (row["protocol"], row["defense"], row["attack"]): row["reason"]
+        for row in findings.scores.filter(pl.col("value").is_null()).to_dicts()
+    }
+    assert "no vantage point Peers" in reasons["federated", "share", "CDA at nodes"]
+    assert "no vantage point Server" in reasons["gossip", "share", "CDA"]
+    assert "Choose another vector" in reasons["federated", "share-less", "CDA"]
+    assert "no upload of a single client" in reasons["federated", "secure-aggregation", "CDA"]
+    assert "secure aggregation in a gossip" in reasons["gossip", "secure-aggregation", "CDA at nodes"]
+    values = findings.scores.filter(pl.col("value").is_not_null())
+    known = {(row["protocol"], row["defense"], row["attack"]) for row in values.to_dicts()}
+    for protocol, defense, attack in (
+        ("federated", "share-less", "CDA, fitted"),
+        ("federated", "share-less", "community-through-items"),
+        ("gossip", "share-less", "CDA, own vector"),
+        ("gossip", "share", "CDA at colluders"),
+    ):
+        assert (protocol, defense, attack) in known
+
+
+@pytest.mark.heavy
+def test_accuracy_over_rounds_and_exposure_of_victims(whole: tuple[Findings, Path], tmp_path: Path) -> None:
+    findings, _ = whole
+    curve = findings.parts.filter((pl.col("kind") == "accuracy") & (pl.col("attack") == "CDA"))
+    curve = curve.filter((pl.col("protocol") == "federated") & (pl.col("defense") == "share"))
+    assert curve["x"].to_list() == [1, 2, 3, 4, 5]
+    assert (curve["low"] <= curve["value"]).all()
+    risk = findings.risk.filter((pl.col("attack") == "CDA") & (pl.col("seed") == 0))
+    assert len(risk) == 80
+    assert risk["exposed"].drop_nulls().is_between(0, 1).all()
+    page = findings.report(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Leakage by round: community" in page
+    assert "accuracy by round" in page
+
+
+@pytest.mark.heavy
+def test_the_ledger_counts_trainings_of_nodes(whole: tuple[Findings, Path]) -> None:
+    _, folder = whole
+    facts = [json.loads(file.read_text()) for file in folder.glob("cells/*/facts.json")]
+    assert all("ledger" in each for each in facts)
+
+
+@pytest.mark.heavy
+def test_in_the_self_test_nothing_leaks(data: str, tmp_path: Path) -> None:
+    changes = {"shuffle_labels": True, "defenses": ["share"], "seeds": 3}
+    findings = audit_run(experiment(table(data, **changes)), tmp_path / "run", command="test")
+    assert set(findings.verdicts["verdict"]) <= {"not found", "cannot tell"}
+    assert not list(Condition.parse("community.auc > 0.6").violations(findings))
+
+
+def test_rounds_of_a_curve() -> None:
+    assert spread(5) == {0, 1, 2, 3, 4}
+    assert len(spread(200)) <= 32
+    assert {0, 9} <= spread(200)
