@@ -1,0 +1,71 @@
+"""A federation and two gossips of all 943 users of ML-100K, with every user as an adversary in every round.
+
+`python benchmarks/gossip.py [ROUNDS]` trains GMF for so many rounds each (200), scores every received model on the
+items of every adversary (CDA, eq. 10), grades it, prints the table and writes `benchmarks/out/gossip.json`. For the
+compiled loops against the general way, a round of each is also measured without them, in the process's CPU time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from time import perf_counter, process_time
+from unittest.mock import patch
+
+from rich.console import Console
+from rich.table import Table
+
+from recleak.data import catalog
+from recleak.papers import cda
+from recleak.protocols import gossip
+from recleak.training import cohort
+
+OUT = Path(__file__).parent / "out" / "gossip.json"
+KINDS = {"fl": "federation", "rand": "Rand-Gossip", "pers": "Pers-Gossip"}
+
+
+def measured(kind: str, rounds: int) -> tuple[float, float, float]:
+    """Seconds, CPU seconds, and the accuracy in the best round."""
+    run = {"data": "ml-100k", "model": "gmf", "protocol": kind, "sharing": "full", "rounds": rounds}
+    start, busy = perf_counter(), process_time()
+    threads = len(os.sched_getaffinity(0))
+    (found,) = cda.measure(run, [{"attack": "cda"}], variant="as-written", seed=0, threads=threads)
+    return perf_counter() - start, process_time() - busy, float(found.metrics["max-aac"].mean())
+
+
+def per_round(kind: str) -> float:
+    """CPU seconds of a round: three minus one, halved."""
+    return (measured(kind, 3)[1] - measured(kind, 1)[1]) / 2
+
+
+def main() -> None:
+    """Measure, print, write."""
+    if catalog.locate("ml-100k") is None:
+        print("ml-100k is not here (set RECLEAK_DATA): left out")
+        return
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    table = Table(title=f"GMF on ML-100K, {rounds} rounds, 943 adversaries in each")
+    for heading in ("", "seconds", "CPU s", "best accuracy", "a round, CPU s", "the general way, CPU s"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    rows, total = [], 0.0
+    for kind, name in KINDS.items():
+        seconds, busy, accuracy = measured(kind, rounds)
+        total += seconds
+        fast = per_round(kind)
+        with patch.object(cohort, "fits", lambda *_: False), patch.object(gossip, "direct", lambda *_: False):
+            slow = per_round(kind)
+        rows.append({"kind": kind, "seconds": seconds, "cpu": busy, "round": fast, "general": slow})
+        table.add_row(name, f"{seconds:.0f}", f"{busy:.0f}", f"{accuracy:.3f}", f"{fast:.2f}", f"{slow:.2f}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    console = Console()
+    console.print(table)
+    console.print(f"In all {total:.0f} s, peak memory {peak:.2f} GiB, load before {os.getloadavg()[0]:.1f}")
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps({"rounds": rounds, "rows": rows, "peak GiB": peak}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
