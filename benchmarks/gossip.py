@@ -29,7 +29,13 @@ KINDS = {"fl": "federation", "rand": "Rand-Gossip", "pers": "Pers-Gossip"}
 
 def measured(kind: str, rounds: int) -> tuple[float, float, float]:
     """Seconds, CPU seconds, and the accuracy in the best round."""
-    run = {"data": "ml-100k", "model": "gmf", "protocol": kind, "sharing": "full", "rounds": rounds}
+    run: dict[str, str | int | float | bool] = {
+        "data": "ml-100k",
+        "model": "gmf",
+        "protocol": kind,
+        "sharing": "full",
+        "rounds": rounds,
+    }
     start, busy = perf_counter(), process_time()
     threads = len(os.sched_getaffinity(0))
     (found,) = cda.measure(run, [{"attack": "cda"}], variant="as-written", seed=0, threads=threads)
