@@ -192,7 +192,7 @@ def test_personal_peers_stay_if_they_are_good() -> None:
     protocol = Gossip(rounds=12, refresh=1, peers="personal", stay=2, local=still)
     tap = Everything()
     run(protocol, split.train, valid=split.valid, taps=[tap])
-    last = {int(s): set() for s in range(40)}  # type: ignore[var-annotated]
+    last: dict[int, set[int]] = {sender: set() for sender in range(40)}
     stays = []
     for message in tap.messages:
         assert isinstance(message, Push)

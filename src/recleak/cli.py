@@ -18,6 +18,7 @@ from recleak.cli_data import data_app
 from recleak.cli_reproduce import reproduce
 from recleak.cli_train import train
 from recleak.errors import RecleakError
+from recleak.machine import interrupts_arrive
 from recleak.terminal import err, out, say, say_json
 
 app = cyclopts.App(
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows ? for it
             stream.reconfigure(errors="replace")
     try:
-        app(arguments)
+        with interrupts_arrive():
+            app(arguments)
     except RecleakError as error:
         say(f"error: {error}", to=err, style="red")
         sys.exit(2)

@@ -6,6 +6,9 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
+import threading
+from _thread import interrupt_main
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -57,6 +60,24 @@ def interrupts_wait() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def interrupts_arrive() -> Iterator[None]:
+    """Ctrl-C always ends the block: one that comes while Python clears an object away, it would print and forget."""
+    before = sys.unraisablehook
+
+    def again(lost: sys.UnraisableHookArgs, /) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            threading.Timer(0.01, interrupt_main).start()  # once more, when the clearing is over
+        else:
+            before(lost)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def end_with_parent() -> None:

@@ -157,7 +157,7 @@ def store_community(
     heard = np.isfinite(score)
     auc = _auc_of_rows(np.where(heard, score, -np.inf), truth.numpy())
     direction = 1
-    if round(float(np.nanmean(auc[user[valid]])), 12) < 0.5 if valid.any() else False:
+    if valid.any() and round(float(np.nanmean(auc[user[valid]])), 12) < 0.5:
         score, direction = -score, -1  # that is a leak too: read the other way round
         auc = _auc_of_rows(np.where(heard, score, -np.inf), truth.numpy())
     graded = grade_communities(torch.from_numpy(np.where(heard, score, -np.inf)), truth, ask.community, everybody)

@@ -137,10 +137,11 @@ class _Community:
         logits = _logits(knowledge, models, vectors)  # f32[m, I]
         if self.scoring == "ndcg":
             return self._ndcg(logits, targets)[adversary, model]
-        counts = torch.ones_like(logits)  # f32[m, I]: items that count
         if "excluded" in knowledge.public:
-            counts -= knowledge.public["excluded"][sender]
-        size = (targets @ counts.T).clamp(min=1)  # f32[A, m]
+            counts = 1 - knowledge.public["excluded"][sender]  # f32[m, I]: items that count
+            size = (targets @ counts.T).clamp(min=1)  # f32[A, m]
+        else:
+            counts, size = logits.new_ones(()), targets.sum(1, keepdim=True).clamp(min=1)  # f32[A, 1]
         match self.scoring:
             case "confidence":
                 score = (targets @ (torch.sigmoid(logits) * counts).T) / size

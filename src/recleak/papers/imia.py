@@ -212,7 +212,7 @@ def measure(
     taps = [_tap(made, ask) for ask in asks]
     start = perf_counter()
     trained, looks = _train(made, taps, threads, any(ask.get("measure") == "deviation" for ask in asks))
-    seconds = perf_counter() - start - sum(tap.seconds for tap in taps)
+    seconds = perf_counter() - start
     for ask, tap in zip(asks, taps, strict=True):
         if isinstance(tap, _Timed):
             yield _chained(made, tap, str(ask["attribute"])) if "attribute" in ask else _graded(made, tap)
@@ -337,7 +337,7 @@ class _Nothing:
 
 
 class _Timed(_Nothing):
-    """An attack that listens, and how long it thinks: what it takes to decode messages is not counted."""
+    """An attack that listens, and how long it thinks, while training goes on beside it: decoding is not counted."""
 
     def __init__(self, made: Setting, attack: FromUploads | FromSums, knowledge: Knowledge) -> None:
         self.seconds, self.made, self.attack = 0.0, made, attack

@@ -38,13 +38,15 @@ from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, unknown_name
+from recleak.machine import interrupts_arrive
 from recleak.models.base import Model, Params
 from recleak.models.components import by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training.aggregate import Aggregation, Summation, apply
-from recleak.training.cohort import DivergedError, LocalTraining, Task, join, widths
+from recleak.training.cohort import DivergedError, LocalTraining, Task, widths
 from recleak.training.executor import Assignment, Executor, InProcess, Session, Work
 from recleak.training.local import Examples, steps_per_epoch
 from recleak.training.optimizers import check as check_optimizer
@@ -58,7 +60,8 @@ from recleak.training.state import (
     read_file,
     replace_file,
 )
-from recleak.wire import Broadcast, Message, Upload
+from recleak.update import merge
+from recleak.wire import Broadcast, Upload
 
 BLOCK = 64  # clients in one message; part of the last bits of a result, so not an option
 _FORMAT = "recleak federated run 1"
@@ -196,7 +199,7 @@ def train_federated(
     are never drawn as negatives, as some published codes do. `confidants` are users who side with an adversary: in
     every round they tell what they keep (`Disclosure`).
     """
-    with nullcontext() if directory is None else locked(directory):
+    with interrupts_arrive(), nullcontext() if directory is None else locked(directory):
         run = _Run(
             protocol,
             model,
@@ -274,11 +277,16 @@ class _Run:
         rounds = self.protocol.rounds
         if self.round == rounds:
             return
-        with executor.open(self.assignment) as session, Progress(rounds, self.round, shown=show_progress) as progress:
+        with (
+            executor.open(self.assignment) as session,
+            feeding(self.taps) as self.feed,
+            Progress(rounds, self.round, shown=show_progress) as progress,
+        ):
             saved = time.monotonic()
             while self.round < rounds:
                 progress.round(self.step(session), self.loss[-1], self.clients[-1])
                 if self.round == rounds or time.monotonic() - saved >= checkpoint_seconds:
+                    self.feed.wait()
                     self.save()
                     saved = time.monotonic()
 
@@ -298,9 +306,9 @@ class _Run:
         """Broadcast, train, aggregate; the number of rounds made."""
         protocol, components = self.protocol, self.task.components
         participants = protocol.participants(self.eligible, self.round, self.seed)
-        self._send(Broadcast(self.round, self.params))
+        self.feed.send(Broadcast(self.round, self.params))
         if len(self.confidants):
-            self._send(self.store.disclosed(self.confidants))
+            self.feed.send(self.store.disclosed(self.confidants))
         total = Summation(self.params, components, count_rows=protocol.aggregation == "touched-mean")
         loss = 0.0
         blocks = [participants[start : start + BLOCK] for start in range(0, len(participants), BLOCK)]
@@ -308,18 +316,22 @@ class _Run:
         works = (Work(self.round, self.store.read(chunk).to(self.device)) for cut in chunks for chunk in cut)
         with closing(session.map(self.params, works)) as results:
             for cut in chunks:
-                block = join(list(islice(results, len(cut))))
-                self.store.write(block.kept.to("cpu"))
-                weight = (
-                    block.positives if self.protocol.aggregation == "weighted" else torch.ones_like(block.positives)
+                parts = list(islice(results, len(cut)))
+                for part in parts:
+                    self.store.write(part.kept.to("cpu"))
+                update = merge([part.update for part in parts])
+                order = torch.cat([part.update.client for part in parts]).argsort()
+                positives, losses = (
+                    torch.cat([getattr(part, of) for part in parts])[order] for of in ("positives", "loss")
                 )
+                weight = positives if protocol.aggregation == "weighted" else torch.ones_like(positives)
                 if not self.task.defense.secure_aggregation:
-                    self._send(Upload(self.round, block.update, weight))
-                total.add(block.update, weight)
-                loss += float(block.loss.sum(dtype=torch.float64))
+                    self.feed.send(Upload(self.round, update, weight))
+                total.add(update, weight)
+                loss += float(losses.sum(dtype=torch.float64))
         if len(participants):
             aggregate = total.result(self.round)
-            self._send(aggregate)
+            self.feed.send(aggregate)
             self.params = apply(self.params, aggregate, protocol.aggregation, protocol.server_learning_rate)
             self._require_finite(len(participants))
         self.loss.append(loss / len(participants) if len(participants) else float("nan"))
@@ -349,10 +361,6 @@ class _Run:
             else:
                 cut += [piece[start : start + self.chunk] for start in range(0, len(piece), self.chunk)]
         return [np.sort(block[piece]) for piece in cut]
-
-    def _send(self, message: Message) -> None:
-        for tap in self.taps:
-            tap.receive(message)
 
     # Checkpoints.
 

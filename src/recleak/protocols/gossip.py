@@ -35,10 +35,12 @@ from recleak.defenses.base import Defense
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, DataError, unknown_name
 from recleak.kernels_gmf import merge_models
+from recleak.machine import interrupts_arrive
 from recleak.models.base import Model
 from recleak.models.components import Component, by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training.chunks import cores
 from recleak.training.cohort import LocalTraining, Task
@@ -49,7 +51,7 @@ from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import personal_scores
 from recleak.training.state import ClientStore
 from recleak.update import NodeParams, Update
-from recleak.wire import Message, Push
+from recleak.wire import Push
 
 Peering = Literal["random", "personal"]
 Merging = Literal["pairwise", "together"]
@@ -57,6 +59,7 @@ Precision = Literal["float32", "float16"]
 Tamper: TypeAlias = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # from what a node has to what it sends
 _WAVES = 1 << 20  # numbers of visits in one tick: more than anybody gets messages
 _TABLE = 1 << 26  # bytes of gathered parameters at a time
+_PIECE = 1 << 23  # bytes of what is copied and soon forgotten: less than this much memory is used again at once
 _NEGATIVES = 99  # against which each validation item is ranked
 _CUTOFF = 20
 _log = logging.getLogger("recleak.gossip")
@@ -194,7 +197,8 @@ def train_gossip(
     """
     run = _Run(protocol, model, train, valid, defense or Defense(), tuple(taps), chunk, seed, spare, user_features)
     run.faulty, run.confidants = dict(faulty or {}), np.unique(np.asarray(confidants, np.int64))
-    run.walk(InProcess(threads), show_progress)
+    with interrupts_arrive():
+        run.walk(InProcess(threads), show_progress)
     for tap in taps:
         tap.close()
     rejected, trainings = tuple(sorted(run.rejected)), tuple(run.trainings.tolist())
@@ -285,6 +289,7 @@ class _Run:
         with (
             executor.open(self.assignment) as session,
             ThreadPoolExecutor(width) as self.pool,
+            feeding(self.taps) as self.feed,
             Progress(self.protocol.rounds, shown=show_progress) as bar,
         ):
             while self.tick < self.protocol.rounds:
@@ -301,7 +306,7 @@ class _Run:
         self._send(awake)
         arrivals = self._arrivals(awake)
         if len(self.confidants):
-            self._tell(self.store.disclosed(self.confidants))
+            self.feed.send(self.store.disclosed(self.confidants))
         self._show(arrivals)
         loss, visits = 0.0, 0
         for number, wave in enumerate(self._waves(arrivals)):
@@ -366,7 +371,7 @@ class _Run:
         """Hand what arrives to the taps, so many senders at a time that memory is bounded."""
         if not self.taps:
             return
-        step = _together(self.task.components, self.train.n_users, self.train.n_items)
+        step = _together(self.task.components, self.train.n_users, self.train.n_items, _PIECE)
         for sent, place in arrivals.by_tick():
             batch = arrivals.select(place)
             senders = np.unique(batch.sender)
@@ -376,11 +381,7 @@ class _Run:
                 row = torch.from_numpy(np.searchsorted(some, batch.sender[mine]))
                 params = {n: v[torch.from_numpy(some)].float() for n, v in self.snapshots[sent].items()}
                 sender, receiver = torch.from_numpy(batch.sender[mine]), torch.from_numpy(batch.receiver[mine])
-                self._tell(Push(self.tick, sender, receiver, params, row))
-
-    def _tell(self, message: Message) -> None:
-        for tap in self.taps:
-            tap.receive(message)
+                self.feed.send(Push(self.tick, sender, receiver, params, row))
 
     # Receiving.
 
@@ -555,20 +556,18 @@ def _misfit(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | 
 
 def _finite(params: NodeParams, node: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether all that each of the nodes has is finite, bool[n]."""
-    at = torch.from_numpy(node)
-    sound = torch.ones(len(node), dtype=torch.bool)
+    sound = torch.ones(len(next(iter(params.values()))), dtype=torch.bool)
     for value in params.values():
-        for start in range(0, len(node), step := max(1, _TABLE // max(1, value[0].numel() * value.element_size()))):
-            some = value[at[start : start + step]].float()
-            sound[start : start + step] &= torch.isfinite(some.flatten(1).sum(1))
-    return sound.numpy()
+        for start in range(0, len(value), step := max(1, _PIECE // max(1, 4 * value[0].numel()))):
+            sound[start : start + step] &= torch.isfinite(value[start : start + step].float().flatten(1).sum(1))
+    return sound.numpy()[node]
 
 
-def _together(components: Sequence[Component], n_users: int, n_items: int) -> int:
-    """How many models fit into the working memory."""
+def _together(components: Sequence[Component], n_users: int, n_items: int, memory: int = _TABLE) -> int:
+    """How many models fit into so many bytes of working memory."""
     rows = {"per_item": n_items, "per_user": n_users, "dense": 1}
     numbers = sum(part.size * rows[part.storage] for part in components)
-    return max(1, _TABLE // (4 * numbers))
+    return max(1, memory // (4 * numbers))
 
 
 @dataclass(frozen=True, eq=False)

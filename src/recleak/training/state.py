@@ -128,7 +128,8 @@ class ClientStore:
             owner, item = np.nonzero(self._has_row[client])
         else:
             owner = item = np.zeros(0, np.int64)
-        rows = {name: torch.from_numpy(np.array(self._arrays[name][client[owner], item])) for name in self._rows}
+        place = torch.from_numpy(client[owner] * self.n_items + item)
+        rows = {name: self._table(name).index_select(0, place) for name in self._rows}
         offset = np.searchsorted(owner, np.arange(len(client) + 1))
         return Update(
             torch.from_numpy(client), values, rows, torch.from_numpy(item), torch.from_numpy(offset), self.n_items
@@ -192,8 +193,13 @@ class ClientStore:
             self._arrays[name][client] = value.numpy()
         if self._rows:
             self._has_row[user, item] = 1
+        place = torch.from_numpy(user * self.n_items + item)
         for name, value in kept.rows.items():
-            self._arrays[name][user, item] = value.numpy()
+            self._table(name).index_copy_(0, place, value.float())
+
+    def _table(self, name: str) -> Tensor:
+        """The rows of all clients one after another, f32[U * I, *shape]."""
+        return torch.from_numpy(self._arrays[name]).flatten(0, 1)
 
     def commit(self, rounds: int) -> None:
         """What was written belongs to the checkpoint of `rounds` rounds, which is on disk."""
