@@ -35,6 +35,7 @@ from recleak.wire import (
     Server,
     ServerMessage,
     Upload,
+    copied,
     decode,
     encode,
 )
@@ -264,6 +265,7 @@ def test_round_trip(message: Message) -> None:
     data = encode(message)
     assert same(decode(data), message)
     assert encode(decode(data)) == data
+    assert same(copied(message), message)
 
 
 @given(messages, st.data())
@@ -326,6 +328,7 @@ def _decode_or_refuse(data: bytes) -> None:
     except MessageError:
         return
     assert same(decode(encode(message)), message)
+    assert same(copied(message), message)
 
 
 def _metadata(data: bytes) -> str:
@@ -470,10 +473,11 @@ def test_every_kind_has_its_checks() -> None:
     assert len(get_args(wire.Kind)) == len(get_args(Message))
 
 
-def test_bytes_are_no_live_reference() -> None:
+@pytest.mark.parametrize("way", [lambda message: decode(encode(message)), copied])
+def test_bytes_are_no_live_reference(way: Callable[[Message], Message]) -> None:
     table = torch.zeros(4, 2, requires_grad=True)
     shared = torch.arange(8.0).reshape(2, 4).t()  # not contiguous
-    message = decode(encode(Broadcast(1, {"a": table, "b": shared, "again": shared, "wide": torch.ones(1).expand(3)})))
+    message = way(Broadcast(1, {"a": table, "b": shared, "again": shared, "wide": torch.ones(1).expand(3)}))
     assert isinstance(message, Broadcast)
     assert not message.params["a"].requires_grad
     with torch.no_grad():

@@ -26,7 +26,7 @@ from torch import Tensor
 from recleak.attacks.base import Attack, Knowledge, State
 from recleak.errors import DataError
 from recleak.models.components import Component
-from recleak.wire import M, Message, MessageError, Vantage, decode, encode
+from recleak.wire import M, Message, MessageError, Vantage, copied, decode, encode
 
 MANIFEST = "manifest.json"
 DIGESTS = "messages.sha256"
@@ -58,17 +58,17 @@ class Tap(Protocol):
 _COPIES: WeakKeyDictionary[Message, Message] = WeakKeyDictionary()
 
 
-def _through_bytes(message: Message) -> Message:
-    """A copy that was bytes; one for all who listen to the message, as long as the message itself is there."""
+def _copy(message: Message) -> Message:
+    """A copy as bytes would give; one for all who listen to the message, as long as the message itself is there."""
     if message not in _COPIES:
-        _COPIES[message] = decode(encode(message))
+        _COPIES[message] = copied(message)
     return _COPIES[message]
 
 
 class Listening(Generic[M, Q]):
     """An attack that folds over what a vantage point delivers.
 
-    Every message goes through bytes first, so that no reference to a live parameter survives.
+    Of every message it gets a copy, as if it had been sent as bytes: no reference to a live parameter survives.
     """
 
     def __init__(self, vantage: Vantage[M], attack: Attack[M, Q], knowledge: Knowledge) -> None:
@@ -83,7 +83,7 @@ class Listening(Generic[M, Q]):
         """Folds over the message, if the vantage point sees it."""
         if (seen := self.vantage.sees(message)) is None:
             return
-        if (copy := self.vantage.sees(_through_bytes(seen))) is not None:
+        if (copy := self.vantage.sees(_copy(seen))) is not None:
             self._state = self.attack.fold(self.knowledge, self._state, copy)
 
     def answer(self, question: Q) -> Tensor:

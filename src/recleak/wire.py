@@ -219,6 +219,14 @@ def decode(data: bytes) -> Message:
     return _build(flat)
 
 
+def copied(message: Message) -> Message:
+    """What `decode(encode(message))` gives, without the bytes: checked, with memory of its own, and nothing else."""
+    flat = _flatten(message)
+    _check(flat)
+    own = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in flat.tensors.items()}
+    return _build(flat._replace(tensors=own))
+
+
 class _Header(pydantic.BaseModel, extra="forbid", frozen=True, strict=True):
     """The metadata of a message."""
 
