@@ -20,7 +20,7 @@ from recleak import random
 from recleak.data.catalog import locate
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
-from recleak.data.sequences import Transitions, held_out, kilometers, leave_last_out, sequence_split
+from recleak.data.sequences import Transitions, held_out, leave_last_out, sequence_split
 from recleak.data.source import open_data
 from recleak.data.split import Split
 from recleak.defenses.base import Chain, Defense
@@ -31,6 +31,7 @@ from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.proximal import Proximal
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError, DataError, RecleakError
+from recleak.geometry import kilometers
 from recleak.metrics.next_item import rank_next
 from recleak.models.base import Batch, Params
 from recleak.models.components import Normal

@@ -14,16 +14,14 @@ from hypothesis import strategies as st
 from recleak.data.catalog import locate
 from recleak.data.interactions import Interactions
 from recleak.data.sequences import (
-    EARTH,
     Transitions,
     held_out,
-    kilometers,
     leave_last_out,
-    on_sphere,
     sequence_split,
 )
 from recleak.data.source import open_data
 from recleak.errors import DataError
+from recleak.geometry import EARTH, kilometers, on_sphere
 
 
 def checkins(rows: list[tuple[int, int, int]], n_items: int | None = None) -> Interactions:

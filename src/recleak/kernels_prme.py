@@ -1,6 +1,8 @@
-"""Visits to clients with PRME-G under SGD, an example at a step, and scores in context, compiled; see `compiled_prme`.
+"""PRME-G, compiled: visits to clients under SGD, an example at a step, and scores in context (see `compiled_prme`); how
+well models fit target transitions (see `attacks.transitions`).
 
-Axis letters: C clients, E examples, N item rows, T transitions, K scored items of each, I items, d factors.
+Axis letters: C clients, E examples, N item rows, T transitions, K scored items of each, I items, d factors; m models,
+A adversaries, V vectors, S random ways, k pairs of an adversary and a model.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from recleak.kernels import F32, I64, compiled
 
 BOOL = NDArray[np.bool_]
+F64 = NDArray[np.float64]
 
 
 @compiled
@@ -84,7 +87,7 @@ def scores_after(
     item: I64, before: I64,  # i64[T, K] and i64[T]: the items themselves
     user: F32,  # f32[T, d]
     near: BOOL,  # bool[T]
-    place: NDArray[np.float64],  # f64[I, 3]: see `data.sequences.on_sphere`
+    place: F64,  # f64[I, 3]: see `geometry.on_sphere`
     diameter: float,  # of the earth in km
     share: float, exponent: float,
     out: F32,  # f32[T, K]
@@ -103,3 +106,149 @@ def scores_after(
                 both = a * score + (one - a) * _squared(sequence[row_before[t]], sequence[row[t, k]])
                 score = np.float32((1 + km) ** exponent) * both
             out[t, k] = -score
+
+
+# --- how well models fit ----------------------------------------------------------------------------------------------
+#
+# The distance of a transition is toward |u - p_i|^2 + along |s_b - s_i|^2, whatever the window: within it, toward is
+# w a and along w (1 - a); beyond it they are 1 and 0.
+
+
+@compiled
+def fit_pairs(
+    preference: F32, sequence: F32,  # f32[m, I, d] each: of models
+    user: F32,  # f32[V, d]
+    before: I64, item: I64, toward: F32, along: F32,  # [T] each: target transitions
+    offset: I64,  # i64[A + 1]: adversary a has those from offset[a] to before offset[a + 1]
+    adversary: I64, model: I64, vector: I64,  # i64[k] each: the pairs, and the vector that each is scored with
+    out: F64,  # f64[k]
+) -> None:  # fmt: skip
+    """The mean distance of an adversary's target transitions by a model."""
+    for k in range(adversary.shape[0]):
+        p, s, u = preference[model[k]], sequence[model[k]], user[vector[k]]
+        first, last, total = offset[adversary[k]], offset[adversary[k] + 1], 0.0
+        for t in range(first, last):
+            total += toward[t] * _squared(u, p[item[t]])
+            if along[t] > 0:
+                total += along[t] * _squared(s[before[t]], s[item[t]])
+        out[k] = total / max(last - first, 1)
+
+
+@compiled
+def fit_changes(
+    preference: F32, sequence: F32,  # f32[I, d] each: what all clients received
+    held: I64, start: I64,  # i64[N] and i64[C + 1]: the items that clients changed
+    new_preference: F32, new_sequence: F32,  # f32[N, d] each: what they have of these
+    user: F32, told: bool,  # f32[A, d] if told, one vector for each adversary; else f32[C, d]
+    before: I64, item: I64, toward: F32, along: F32, owner: I64,  # [T] each: target transitions, and whose they are
+    offset: I64,  # i64[A + 1]
+    touching: I64, first: I64,  # i64[n] and i64[I + 1]: of item i, the transitions that start or end there
+    out: F64,  # f64[C, A]
+) -> None:  # fmt: skip
+    """The same for all pairs where models differ in a few rows: what does not change is added up once."""
+    row = np.full(preference.shape[0], -1, np.int64)
+    near = np.empty(preference.shape[0], np.float32)
+    old, same = np.zeros(item.shape[0], np.float32), np.zeros(out.shape[1])
+    for t in range(item.shape[0]):
+        if along[t] > 0:
+            old[t] = along[t] * _squared(sequence[before[t]], sequence[item[t]])
+        if told:
+            old[t] += toward[t] * _squared(user[owner[t]], preference[item[t]])
+        same[owner[t]] += old[t]
+    for c in range(out.shape[0]):
+        mine = out[c]
+        mine[:] = same
+        for n in range(start[c], start[c + 1]):
+            row[held[n]] = n
+        if not told:
+            for i in range(near.shape[0]):
+                near[i] = _squared(user[c], new_preference[row[i]] if row[i] >= 0 else preference[i])
+            for t in range(item.shape[0]):
+                mine[owner[t]] += toward[t] * near[item[t]]
+        for n in range(start[c], start[c + 1]):
+            for place in range(first[held[n]], first[held[n] + 1]):
+                t = touching[place]
+                to, off = row[item[t]], row[before[t]]
+                if item[t] != held[n] and to >= 0:
+                    continue  # it counts where it ends
+                new = np.float32(0)
+                if told:
+                    new += toward[t] * _squared(user[owner[t]], new_preference[to] if to >= 0 else preference[item[t]])
+                if along[t] > 0:
+                    s = new_sequence[to] if to >= 0 else sequence[item[t]]
+                    b = new_sequence[off] if off >= 0 else sequence[before[t]]
+                    new += along[t] * _squared(b, s)
+                mine[owner[t]] += np.float64(new) - np.float64(old[t])
+        for n in range(start[c], start[c + 1]):
+            row[held[n]] = -1
+        for a in range(mine.shape[0]):
+            mine[a] /= max(offset[a + 1] - offset[a], 1)
+
+
+@compiled
+def ways_pairs(
+    preference: F32, sequence: F32,  # f32[m, I, d] each
+    user: F32,  # f32[V, d]
+    origin: I64, end: I64, weight: F32,  # [S] each: random ways, and w of each
+    share: float,
+    model: I64, vector: I64,  # i64[k] each
+    out: F64,  # f64[k, 4]
+) -> None:  # fmt: skip
+    """Of the distances of random ways by a model the mean and the mean square, within the window and beyond it."""
+    near, ways = np.empty(end.shape[0], np.float32), np.empty(end.shape[0], np.float32)
+    for k in range(model.shape[0]):
+        p, s, u = preference[model[k]], sequence[model[k]], user[vector[k]]
+        for n in range(end.shape[0]):
+            near[n] = _squared(u, p[end[n]])
+            ways[n] = _squared(s[origin[n]], s[end[n]])
+        _moments(near, ways, weight, share, out[k])
+
+
+@compiled
+def ways_changes(
+    preference: F32, sequence: F32,  # f32[I, d] each
+    held: I64, start: I64,  # i64[N] and i64[C + 1]
+    new_preference: F32, new_sequence: F32,  # f32[N, d] each
+    user: F32, told: bool,  # f32[A, d] if told; else f32[C, d]
+    origin: I64, end: I64, weight: F32,  # [S] each
+    share: float,
+    out: F64,  # f64[C, V, 4]: V is A if told, else 1
+) -> None:  # fmt: skip
+    """The same for models that differ in a few rows."""
+    row, size = np.full(preference.shape[0], -1, np.int64), end.shape[0]
+    same, near, ways = (
+        np.empty((user.shape[0], size), np.float32),
+        np.empty(size, np.float32),
+        np.empty(size, np.float32),
+    )
+    for v in range(user.shape[0]):
+        for n in range(size):
+            same[v, n] = _squared(user[v], preference[end[n]])
+    for c in range(out.shape[0]):
+        for n in range(start[c], start[c + 1]):
+            row[held[n]] = n
+        for n in range(size):
+            to, off = row[end[n]], row[origin[n]]
+            s = new_sequence[to] if to >= 0 else sequence[end[n]]
+            ways[n] = _squared(new_sequence[off] if off >= 0 else sequence[origin[n]], s)
+        for v in range(out.shape[1]):
+            mine = v if told else c
+            for n in range(size):
+                to = row[end[n]]
+                near[n] = _squared(user[mine], new_preference[to]) if to >= 0 else same[mine, n]
+            _moments(near, ways, weight, share, out[c, v])
+        for n in range(start[c], start[c + 1]):
+            row[held[n]] = -1
+
+
+@compiled
+def _moments(near: F32, ways: F32, weight: F32, share: float, out: F64) -> None:
+    a, one, size = np.float32(share), np.float32(1), near.shape[0]
+    inside, inside_squared, beyond, beyond_squared = 0.0, 0.0, 0.0, 0.0
+    for n in range(size):
+        both = np.float64(weight[n] * (a * near[n] + (one - a) * ways[n]))
+        inside += both
+        inside_squared += both * both
+        beyond += np.float64(near[n])
+        beyond_squared += np.float64(near[n]) * np.float64(near[n])
+    out[0], out[1], out[2], out[3] = inside / size, inside_squared / size, beyond / size, beyond_squared / size

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split, check_shares
 from recleak.errors import DataError
+from recleak.geometry import kilometers, on_sphere
 
-EARTH = 6371.0088  # km: the mean radius
 _LEAST = 2  # check-ins that stay in train: one transition
 
 
@@ -37,7 +37,7 @@ class Transitions:
     item: NDArray[np.int64]  # i64[T]: where it went
     gap: NDArray[np.int64]  # i64[T]: seconds in between
     offset: NDArray[np.int64]  # i64[U + 1]: user u has the transitions offset[u] to offset[u + 1]
-    place: NDArray[np.float64]  # f64[I, 3]: where each item is; see `on_sphere`
+    place: NDArray[np.float64]  # f64[I, 3]: where each item is; see `geometry.on_sphere`
 
     @classmethod
     def of(cls, data: Interactions, earlier: Sequence[Interactions] = ()) -> Transitions:
@@ -101,26 +101,6 @@ def places(data: Interactions) -> NDArray[np.float64]:
             remedy="Complete them, or leave these items out (Interactions.restrict).",
         )
     return on_sphere(latitude.to_numpy(), longitude.to_numpy())
-
-
-def on_sphere(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Degrees as points of the unit sphere, f64[n, 3]."""
-    north, east = np.radians(latitude), np.radians(longitude)
-    return np.stack([np.cos(north) * np.cos(east), np.cos(north) * np.sin(east), np.sin(north)], axis=-1)
-
-
-def kilometers(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The way between points of the unit sphere, f64[n, 3] each -> f64[n]: the haversine formula.
-
-    2 R asin sqrt(h) with h = sin^2(dlat / 2) + cos lat cos lat' sin^2(dlon / 2), which is |x - x'|^2 / 4.
-
-    >>> paris, london = on_sphere(np.array([48.8566, 51.5074]), np.array([2.3522, -0.1278]))
-    >>> round(float(kilometers(paris, london)))
-    344
-    """
-    half = np.sqrt(np.square(one - other).sum(-1)) / 2
-    way: NDArray[np.float64] = 2 * EARTH * np.arcsin(np.minimum(half, 1))
-    return way
 
 
 # --- splits -----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recleak.data.sequences import EARTH, Transitions
+from recleak.data.sequences import Transitions
 from recleak.defenses.base import hooks
 from recleak.errors import ConfigError
+from recleak.geometry import EARTH
 from recleak.kernels_prme import prme_visits, scores_after
 from recleak.models.base import Params
 from recleak.models.prme import PRMEG

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import Complement, negatives_at
-from recleak.data.sequences import Transitions, kilometers
+from recleak.data.sequences import Transitions
 from recleak.errors import DataError
+from recleak.geometry import kilometers
 from recleak.models.base import Model
 from recleak.training.local import Examples
 
