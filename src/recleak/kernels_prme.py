@@ -135,19 +135,36 @@ def fit_pairs(
 
 
 @compiled
+def near_places(
+    preference: F32,  # f32[I, d]: what all clients received
+    held: I64, start: I64,  # i64[N] and i64[C + 1]: the items that clients changed
+    new_preference: F32,  # f32[N, d]: what they have of these
+    user: F32,  # f32[C, d]
+    out: F32,  # f32[I, C]
+) -> None:  # fmt: skip
+    """|u - p_i|^2 of all items by every client's own model."""
+    for i in range(out.shape[0]):
+        for c in range(out.shape[1]):
+            out[i, c] = _squared(user[c], preference[i])
+    for c in range(out.shape[1]):
+        for n in range(start[c], start[c + 1]):
+            out[held[n], c] = _squared(user[c], new_preference[n])
+
+
+@compiled
 def fit_changes(
     preference: F32, sequence: F32,  # f32[I, d] each: what all clients received
     held: I64, start: I64,  # i64[N] and i64[C + 1]: the items that clients changed
     new_preference: F32, new_sequence: F32,  # f32[N, d] each: what they have of these
-    user: F32, told: bool,  # f32[A, d] if told, one vector for each adversary; else f32[C, d]
+    user: F32,  # f32[A, d]: one vector for each adversary
+    told: bool,  # or else what preferences add up to is in `out` already, by the clients' own vectors
     before: I64, item: I64, toward: F32, along: F32, owner: I64,  # [T] each: target transitions, and whose they are
     offset: I64,  # i64[A + 1]
     touching: I64, first: I64,  # i64[n] and i64[I + 1]: of item i, the transitions that start or end there
-    out: F64,  # f64[C, A]
+    out: F64,  # f64[C, A], changed
 ) -> None:  # fmt: skip
-    """The same for all pairs where models differ in a few rows: what does not change is added up once."""
+    """The mean distance for all pairs where models differ in a few rows: what does not change is added up once."""
     row = np.full(preference.shape[0], -1, np.int64)
-    near = np.empty(preference.shape[0], np.float32)
     old, same = np.zeros(item.shape[0], np.float32), np.zeros(out.shape[1])
     for t in range(item.shape[0]):
         if along[t] > 0:
@@ -157,14 +174,9 @@ def fit_changes(
         same[owner[t]] += old[t]
     for c in range(out.shape[0]):
         mine = out[c]
-        mine[:] = same
+        mine += same
         for n in range(start[c], start[c + 1]):
             row[held[n]] = n
-        if not told:
-            for i in range(near.shape[0]):
-                near[i] = _squared(user[c], new_preference[row[i]] if row[i] >= 0 else preference[i])
-            for t in range(item.shape[0]):
-                mine[owner[t]] += toward[t] * near[item[t]]
         for n in range(start[c], start[c + 1]):
             for place in range(first[held[n]], first[held[n] + 1]):
                 t = touching[place]

@@ -27,6 +27,7 @@ from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -36,13 +37,14 @@ from recleak.attacks.base import Knowledge
 from recleak.errors import ConfigError
 from recleak.geometry import kilometers
 from recleak.kernels import F32, I64
-from recleak.kernels_prme import F64, fit_changes, fit_pairs, ways_changes, ways_pairs
+from recleak.kernels_prme import F64, fit_changes, fit_pairs, near_places, ways_changes, ways_pairs
 from recleak.models.base import Params
 from recleak.models.prme import PRMEG
 from recleak.update import Update
 
 Scoring = Literal["confidence", "calibrated", "standardized"]
 _WAYS = 200  # random ones
+_TOGETHER = 64  # clients at a time
 _PREFERENCE, _SEQUENCE = "item.preference", "item.sequence"
 _TINY = 1e-12
 
@@ -61,6 +63,7 @@ class Targets:
     owner: I64  # i64[T]: the adversary of each
     offset: I64  # i64[A + 1]
     within: NDArray[np.float64]  # f64[A]: the share of an adversary's transitions that are within the window
+    visits: sp.csr_array  # f32[A, I]: what the preferences for items weigh in all
     touching: I64  # i64[n]: the transitions that start or end at an item, item after item
     first: I64  # i64[I + 1]: where those of each item begin
     origin: I64  # i64[S]: random ways
@@ -97,17 +100,19 @@ def _targets(knowledge: Knowledge, seed: int) -> Targets:
     near, origin, end = model.is_near(gap).numpy(), before.numpy(), item.numpy()
     weight = _weights(model, place.numpy(), origin, end)
     share, owner = np.float32(model.component_weight), np.repeat(np.arange(len(offset) - 1), offset.diff().numpy())
+    toward = np.where(near, share * weight, 1).astype(np.float32)
     ends = np.concatenate([end, np.where(origin == end, n_items, origin)])  # who stays is in the list of its place once
     order = np.argsort(ends, kind="stable")
     ways = random.below(n_items, seed, "random ways", np.arange(_WAYS)[:, None], np.arange(2)).astype(np.int64)
     return Targets(
         origin,
         end,
-        np.where(near, share * weight, 1).astype(np.float32),
+        toward,
         np.where(near, (1 - share) * weight, 0).astype(np.float32),
         owner,
         offset.numpy(),
         np.bincount(owner, near, len(offset) - 1) / np.maximum(offset.diff().numpy(), 1),
+        sp.csr_array((toward, (owner, end)), shape=(len(offset) - 1, n_items)),
         order % len(end) if len(end) else order,
         np.searchsorted(ends[order], np.arange(n_items + 1)),
         ways[:, 0].copy(),
@@ -191,11 +196,24 @@ def of_changes(
     `received` are tables f32[I, d]; `user` is a vector for each client, f32[C, d], or if `told` one for each adversary.
     """
     targets, scoring = Targets.of(knowledge, seed), _scoring(knowledge, scoring)
+    parts = []
+    for some in torch.split(torch.arange(update.n_clients), _TOGETHER):
+        changed = update if len(some) == update.n_clients else update.select(some)
+        parts.append(_of_some(targets, scoring, received, changed, user if told else user[some], told))
+    return torch.cat(parts, 1)
+
+
+def _of_some(targets: Targets, scoring: Scoring, received: Params, update: Update, user: Tensor, told: bool) -> Tensor:
     tables = tuple(received[name].contiguous().numpy() for name in (_PREFERENCE, _SEQUENCE))
     new = tuple((received[name][update.item] + update.rows[name]).numpy() for name in (_PREFERENCE, _SEQUENCE))
     held = update.item.contiguous().numpy(), update.offset.contiguous().numpy()
-    models = (*tables, *held, *new, user.contiguous().numpy(), told)
-    distance = np.empty((update.n_clients, targets.n_adversaries))
+    own = user.contiguous().numpy()
+    models = (*tables, *held, *new, own, told)
+    distance = np.zeros((update.n_clients, targets.n_adversaries))
+    if not told:
+        near = np.empty((update.n_items, update.n_clients), np.float32)
+        near_places(tables[0], *held, new[0], own, near)
+        distance += (targets.visits @ near).T
     fit_changes(
         *models, targets.before, targets.item, targets.toward, targets.along, targets.owner, targets.offset,
         targets.touching, targets.first, distance,
@@ -211,15 +229,9 @@ def fitted(knowledge: Knowledge, params: Params, seed: int) -> Params:
     """Of each adversary the vector that is nearest to its targets by what was broadcast, f32[A, d]: the mean of the
     places it goes to, each by what its distance weighs.
     """
-    targets = Targets.of(knowledge, seed)
-    toward, owner = torch.from_numpy(targets.toward), torch.from_numpy(targets.owner)
-    table = params[_PREFERENCE]
-    place = owner * len(table) + torch.from_numpy(targets.item)
-    pair, row = torch.unique(place, return_inverse=True)  # an adversary goes to a place again and again
-    weight = torch.zeros(len(pair)).index_add_(0, row, toward).unsqueeze(1)
-    whose, size = pair // len(table), targets.n_adversaries
-    total = torch.zeros(size, table.shape[1]).index_add_(0, whose, weight * table[pair % len(table)])
-    return {"user": total / torch.zeros(size, 1).index_add_(0, whose, weight).clamp(min=_TINY)}
+    weight = Targets.of(knowledge, seed).visits
+    total, count = weight @ params[_PREFERENCE].numpy(), np.asarray(weight.sum(1), np.float32)
+    return {"user": torch.from_numpy(total / np.maximum(count, np.float32(_TINY))[:, None])}
 
 
 def _against(scoring: Scoring, distance: F64, moments: F64, within: NDArray[np.float64]) -> F64:
