@@ -18,7 +18,9 @@ ALLOWED = {
     "recleak.defenses",
     "recleak.errors",
     "recleak.kernels",
+    "recleak.geometry",
     "recleak.kernels_gmf",
+    "recleak.kernels_prme",
     "recleak.metrics",
     "recleak.models",
     "recleak.random",
@@ -30,7 +32,7 @@ ALLOWED = {
     "recleak.wire",
 }
 OTHERS = {  # all else could read a file, or the memory of who calls
-    *("__future__", "abc", "collections", "dataclasses", "enum", "functools", "itertools", "math", "typing"),
+    *("__future__", "abc", "collections", "dataclasses", "enum", "functools", "itertools", "math", "typing", "weakref"),
     *("numpy", "scipy", "sklearn", "torch"),
 }
 READERS = {"load", "from_file", "fromfile", "memmap", "loadtxt", "genfromtxt", "loadmat", "fetch_openml"}

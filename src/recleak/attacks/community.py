@@ -22,6 +22,8 @@ A score needs the sender's vector. If it is not shared, the adversary has to use
 Items of senders in the public `excluded`, f32[U, I], do not count: with their own items there, targets share none with
 a victim's history (an experiment; no adversary knows them).
 
+Models of what comes next are scored on target transitions instead: see `attacks.transitions`.
+
 Axis letters: A adversaries, U users, I items, m models, n pushes, k pairs of an adversary and a model, t targets.
 """
 
@@ -40,11 +42,14 @@ from recleak import random
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichItems, WhoBelongs
 from recleak.attacks.membership import FromUploads, pairs_with_odds
+from recleak.attacks.transitions import fitted as fitted_to_transitions
+from recleak.attacks.transitions import of_changes, of_models
 from recleak.errors import ConfigError
 from recleak.kernels_gmf import score_pairs
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.models.mf import GMF
+from recleak.update import Update
 from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Server, ServerMessage, Upload
 
 Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random"]
@@ -131,8 +136,12 @@ class _Community:
         if self.scoring == "random":
             lot = random.uniform(self.seed, "random users", adversary.numpy(), sender[model].numpy())
             return torch.from_numpy(lot).float()
+        told = self._way(knowledge) in ("told", "fitted")
+        if knowledge.model.needs_transitions:
+            given = (models, vectors["user"], adversary, model)
+            return of_models(knowledge, self.scoring, *given, told=told, seed=self.seed)
         targets = targets_of(knowledge)
-        if self._way(knowledge) in ("told", "fitted"):
+        if told:
             return self._of_pairs(knowledge, models, vectors, targets, adversary, model)
         logits = _logits(knowledge, models, vectors)  # f32[m, I]
         if self.scoring == "ndcg":
@@ -250,6 +259,8 @@ class ServerCommunity(_Community):
         received = {name.removeprefix(_RECEIVED): value for name, value in state.items() if name.startswith(_RECEIVED)}
         if not received or not message.update.n_clients:
             return state
+        if knowledge.model.needs_transitions:
+            return self._fold_changes(knowledge, state, message.update, received)
         update, models, own = message.update, dict[str, Tensor](), dict[str, Tensor]()
         for part in knowledge.components:
             if not part.shared:
@@ -270,6 +281,27 @@ class ServerCommunity(_Community):
         adversary = torch.arange(adversaries).repeat_interleave(update.n_clients)
         model = torch.arange(update.n_clients).repeat(adversaries)
         score = self._scores(knowledge, models, vectors, update.client, adversary, model)
+        return self._with(state, adversary, update.client[model], score)
+
+    def _fold_changes(self, knowledge: Knowledge, state: State, update: Update, received: Params) -> State:
+        """The same for models of what comes next: no client's tables are made whole."""
+        own = {
+            part.name: received[part.name][update.client] + update.values[part.name]
+            for part in knowledge.components
+            if part.shared and part.storage == "per_user"
+        }
+        vectors = self._vectors(knowledge, state, own, update.n_clients)
+        if vectors is None:
+            return state
+        adversaries = len(targets_of(knowledge))
+        adversary = torch.arange(adversaries).repeat_interleave(update.n_clients)
+        model = torch.arange(update.n_clients).repeat(adversaries)
+        if self.scoring == "random":
+            score = self._scores(knowledge, {}, vectors, update.client, adversary, model)
+        else:
+            told = self._way(knowledge) in ("told", "fitted")
+            given = (received, update, vectors["user"])
+            score = of_changes(knowledge, self.scoring, *given, told=told, seed=self.seed).flatten()
         return self._with(state, adversary, update.client[model], score)
 
 
@@ -458,6 +490,8 @@ def fitted(knowledge: Knowledge, params: Params, seed: int, before: Params | Non
     """Of each adversary the values of what is kept that fit its targets best, against random items, with the parameters
     that were broadcast: f32[A, *shape]. At most `_FEW` targets count, drawn at random; `before` is where it starts.
     """
+    if knowledge.model.needs_transitions:
+        return fitted_to_transitions(knowledge, params, seed)
     some = _some(targets_of(knowledge), seed)
     item, inside = _padded(some)
     adversary = np.arange(len(item))

@@ -55,16 +55,21 @@ def ratio(
 
     Cuts are rounded per user; at least one item stays in train.
     """
-    if min(shares) < 0 or not np.isclose(sum(shares), 1) or shares[0] == 0:
-        raise DataError(
-            f"shares are {shares}",
-            remedy="Give shares for train, validation and test that sum to 1, train above 0, as in (0.8, 0.1, 0.1).",
-        )
+    check_shares(shares)
     pairs = _ordered_pairs(data, by, seed)
     valid_from = np.maximum(1, np.floor(pairs.size * shares[0] + 0.5)).astype(np.int64)
     test_from = np.maximum(valid_from, np.floor(pairs.size * (shares[0] + shares[1]) + 0.5).astype(np.int64))
     recipe = f"per-user ratio {shares[0]:g}/{shares[1]:g}/{shares[2]:g} by {by}, seed {seed}"
     return _assemble(data, pairs, valid_from, test_from, recipe)
+
+
+def check_shares(shares: tuple[float, float, float]) -> None:
+    """An error for shares that cannot be."""
+    if min(shares) < 0 or not np.isclose(sum(shares), 1) or shares[0] == 0:
+        raise DataError(
+            f"shares are {shares}",
+            remedy="Give shares for train, validation and test that sum to 1, train above 0, as in (0.8, 0.1, 0.1).",
+        )
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Model:
     """A recommender. Subclasses are frozen dataclasses whose fields are public configuration."""
 
     needs_user_features: ClassVar[bool] = False
+    needs_transitions: ClassVar[bool] = False  # it learns from what users did after what (`training.transitions`)
 
     @property
     def reads_neighbors(self) -> bool:

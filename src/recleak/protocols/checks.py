@@ -11,6 +11,7 @@ from recleak.errors import ConfigError, DataError
 from recleak.models.base import Model
 from recleak.models.components import Component, Given
 from recleak.training.local import Examples
+from recleak.training.transitions import TransitionExamples
 
 
 def check_tables(components: tuple[Component, ...], train: Interactions) -> None:
@@ -38,7 +39,9 @@ def check_features(model: Model, features: Tensor | None, train: Interactions) -
         )
 
 
-def check_clients(clients_per_round: int | None, eligible: NDArray[np.int64], examples: Examples) -> None:
+def check_clients(
+    clients_per_round: int | None, eligible: NDArray[np.int64], examples: Examples | TransitionExamples
+) -> None:
     """There are clients, as many as asked for, and each has something to train on."""
     if not len(eligible):
         raise DataError("No user has an interaction to train on", remedy="Check the data and the split.")

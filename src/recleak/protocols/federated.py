@@ -35,6 +35,7 @@ from torch import Tensor
 
 from recleak import random
 from recleak.data.interactions import Interactions
+from recleak.data.sequences import Transitions
 from recleak.defenses.base import Defense
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, unknown_name
@@ -47,8 +48,9 @@ from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training.aggregate import Aggregation, Summation, apply
 from recleak.training.cohort import DivergedError, LocalTraining, Task, widths
+from recleak.training.compiled_prme import scores_in_context
 from recleak.training.executor import Assignment, Executor, InProcess, Session, Work
-from recleak.training.local import Examples, steps_per_epoch
+from recleak.training.local import steps_per_epoch
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import first_params, personal_scores
 from recleak.training.state import (
@@ -60,6 +62,7 @@ from recleak.training.state import (
     read_file,
     replace_file,
 )
+from recleak.training.transitions import examples_of
 from recleak.update import merge
 from recleak.wire import Broadcast, Upload
 
@@ -147,6 +150,11 @@ class FederatedModel:
         """Some items for each of the given users, none of whom occurs twice: i64[B], i64[B, K] -> f32[B, K]."""
         widest = max([part.size for part in self.task.components if part.storage == "per_item"], default=1)
         return self._scored(users, items, max(self.train.n_items, items.shape[1] * widest))
+
+    def scores_after(self, starts: Transitions, items: Tensor) -> Tensor:
+        """Some items for the user of each transition, as if it were still to come: T, i64[T, K] -> f32[T, K]."""
+        self._require_its_clients()
+        return scores_in_context(self.task, self.params, self.store, starts, items)
 
     def _scored(self, users: Tensor, items: Tensor | None, numbers: int) -> Tensor:
         """Scores, so many users at a time that working memory is bounded; one takes about so many numbers."""
@@ -251,12 +259,11 @@ class _Run:
         check_tables(components, train)
         check_features(model, user_features, train)
         self.protocol, self.taps, self.chunk, self.seed = protocol, taps, chunk, seed
-        self.directory, self.device, self.train = directory, device, train.distinct()
-        self.eligible = np.flatnonzero(self.train.activity).astype(np.int64)
+        self.directory, self.device = directory, device
+        self.train = train if model.needs_transitions else train.distinct()  # who comes again does so in a sequence
         local = protocol.local
-        examples = Examples.of(
-            self.train, negatives=local.negatives, loss=local.loss, resample=local.resample, spare=spare, seed=seed
-        )
+        examples = examples_of(model, self.train, local, spare, seed)
+        self.eligible = np.flatnonzero(examples.count).astype(np.int64)
         check_clients(protocol.clients_per_round, self.eligible, examples)
         self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
         self.assignment = Assignment(self.task, examples)

@@ -30,26 +30,28 @@ from torch import Tensor
 
 from recleak import random
 from recleak.data.interactions import Interactions
-from recleak.data.sampling import Complement
+from recleak.data.sequences import Transitions
 from recleak.defenses.base import Defense
 from recleak.defenses.base import check as check_defense
-from recleak.errors import ConfigError, DataError, unknown_name
+from recleak.errors import ConfigError, unknown_name
 from recleak.kernels_gmf import merge_models
 from recleak.machine import interrupts_arrive
 from recleak.models.base import Model
 from recleak.models.components import Component, by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.protocols.panel import CUTOFF, NEGATIVES, Panel
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
+from recleak.training import compiled_prme
 from recleak.training.chunks import cores
 from recleak.training.cohort import LocalTraining, Task
 from recleak.training.compiled_gmf import direct, judge_nodes, train_nodes
 from recleak.training.executor import Assignment, InProcess, Session, Work
-from recleak.training.local import Examples
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import personal_scores
 from recleak.training.state import ClientStore
+from recleak.training.transitions import LocalTransitions, examples_of
 from recleak.update import NodeParams, Update
 from recleak.wire import Push
 
@@ -60,8 +62,6 @@ Tamper: TypeAlias = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # from 
 _WAVES = 1 << 20  # numbers of visits in one tick: more than anybody gets messages
 _TABLE = 1 << 26  # bytes of gathered parameters at a time
 _PIECE = 1 << 23  # bytes of what is copied and soon forgotten: less than this much memory is used again at once
-_NEGATIVES = 99  # against which each validation item is ranked
-_CUTOFF = 20
 _log = logging.getLogger("recleak.gossip")
 
 
@@ -166,6 +166,10 @@ class GossipModel:
         ]
         return torch.cat(parts)[back]
 
+    def scores_after(self, starts: Transitions, items: Tensor) -> Tensor:
+        """Some items for the user of each transition, as if it were still to come: T, i64[T, K] -> f32[T, K]."""
+        return compiled_prme.scores_in_context(self.task, self.params, self.store, starts, items)
+
     @cached_property
     def _own(self) -> sp.csr_array:
         return self.train.matrix()
@@ -258,22 +262,22 @@ class _Run:
         check_tables(components, train)
         check_features(model, user_features, train)
         self.protocol, self.taps, self.chunk, self.seed = protocol, taps, chunk, seed
-        self.train, self.nodes = train.distinct(), np.flatnonzero(train.activity).astype(np.int64)
+        self.train = train if model.needs_transitions else train.distinct()  # who comes again does so in a sequence
         local = protocol.local
-        examples = Examples.of(
-            self.train, negatives=local.negatives, loss=local.loss, resample=local.resample, spare=spare, seed=seed
-        )
+        examples = examples_of(model, self.train, local, spare, seed)
+        self.nodes = np.flatnonzero(examples.count).astype(np.int64)
         check_clients(None, self.nodes, examples)
         self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
         self.assignment = Assignment(self.task, examples)
         self.params = _first_nodes(components, train.n_users, train.n_items, seed, protocol.precision)
         self.store = ClientStore(components, local.optimizer, train.n_users, train.n_items, seed)
         self.keeps_rows = any(part.storage == "per_item" and not part.shared for part in components)
-        self.direct = direct(self.task, _DTYPE[protocol.precision])
+        self.direct = compiled_prme.direct(self.task) or direct(self.task, _DTYPE[protocol.precision])
         if self.direct:
             self.store.fill(self.nodes)
-        self.positives = torch.from_numpy(self.train.activity.astype(np.float32))
-        self.panel = _Panel.of(self.train, valid, spare, seed) if protocol.peers == "personal" else None
+        self.positives = torch.from_numpy(examples.positives.astype(np.float32))
+        sequential = model.needs_transitions
+        self.panel = Panel.of(self.train, valid, spare, seed, sequential) if protocol.peers == "personal" else None
         self.known = np.full((train.n_users, train.n_users) if self.panel else (0, 0), -1.0, np.float32)
         self.view = np.zeros((len(self.nodes), protocol.degree), np.int64)
         self.due: dict[int, list[_Mail]] = {}  # by the tick in which they arrive
@@ -314,7 +318,6 @@ class _Run:
             loss, visits = loss + total, visits + count
         self.loss.append(loss / visits if visits else float("nan"))
         self.visits.append(visits)
-        self.snapshots = {sent: each for sent, each in self.snapshots.items() if sent > tick - protocol.delay}
         self.tick += 1
 
     # Sending.
@@ -343,7 +346,7 @@ class _Run:
 
     def _snapshot(self, awake: NDArray[np.bool_]) -> list[int]:
         """Put aside what is sent in this tick; the nodes that send what nobody can use."""
-        sent = NodeParams({name: value.clone() for name, value in self.params.items()})
+        sent = self._copy()
         refused: dict[int, str] = {}
         for node, tamper in self.faulty.items():
             instead = tamper({name: value[node].clone() for name, value in sent.items()})
@@ -361,6 +364,16 @@ class _Run:
                 self.rejected.add(node)
         self.snapshots[self.tick] = sent
         return list(refused)
+
+    def _copy(self) -> NodeParams:
+        """All parameters once more, in the memory of what nobody waits for any longer."""
+        past = [sent for sent in self.snapshots if sent < self.tick - self.protocol.delay]
+        if not past:
+            return NodeParams({name: value.clone() for name, value in self.params.items()})
+        copy = self.snapshots.pop(past[0])
+        for name, value in self.params.items():
+            copy[name].copy_(value)
+        return copy
 
     def _arrivals(self, awake: NDArray[np.bool_]) -> _Mail:
         """What arrives now at nodes that are awake."""
@@ -427,8 +440,13 @@ class _Run:
 
         def visit(chunk: NDArray[np.int64]) -> float:
             self._merge(wave.select(np.isin(wave.receiver, chunk)), chunk, own)
-            data = self.assignment.examples.draw(chunk, self.tick * _WAVES + number)
-            return float(train_nodes(self.task, self.params, self.store, data).sum(dtype=torch.float64))
+            when = self.tick * _WAVES + number
+            data = self.assignment.examples.draw(chunk, when)
+            if isinstance(data, LocalTransitions):
+                loss = compiled_prme.train_nodes(self.task, self.params, self.store, data, when)
+            else:
+                loss = train_nodes(self.task, self.params, self.store, data)
+            return float(loss.sum(dtype=torch.float64))
 
         return sum(self.pool.map(visit, chunks))
 
@@ -444,9 +462,11 @@ class _Run:
         return own
 
     def _judged(
-        self, panel: _Panel, params: NodeParams, node: NDArray[np.int64], judge: NDArray[np.int64]
+        self, panel: Panel, params: NodeParams, node: NDArray[np.int64], judge: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Hit rate times NDCG on each judge's validation items of what a node has or sent, f32[n]."""
+        if panel.starts is not None:
+            return self._judged_next(panel, panel.starts, params, node, judge)
         step = _together(self.task.components, self.train.n_users, self.train.n_items)
         found = []
         for start in range(0, len(node), step):
@@ -455,21 +475,62 @@ class _Run:
             kept = self.store.read(people) if self.keeps_rows else self.store.read_values(people)
             kept = kept.select(torch.from_numpy(place))
             if self.direct:
-                found.append(judge_nodes(params, kept, node[start : start + step], (panel.item, panel.offset), _CUTOFF))
+                found.append(judge_nodes(params, kept, node[start : start + step], (panel.item, panel.offset), CUTOFF))
                 continue
             scores = personal_scores(self.task, params, kept, panel.own[who], node=of)
             found.append(panel.performance(scores.numpy(), who))
         return np.concatenate(found) if found else np.zeros(0, np.float32)
 
+    def _judged_next(
+        self,
+        panel: Panel,
+        starts: Transitions,
+        params: NodeParams,
+        node: NDArray[np.int64],
+        judge: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """The same on validation transitions; judges in groups that bound the memory."""
+        limit = max(1, _TABLE // (8 * (1 + NEGATIVES) * sum(part.size for part in self.task.components)))
+        group = np.cumsum(panel.offset[judge + 1] - panel.offset[judge]) // limit
+
+        def graded(some: NDArray[np.int64]) -> NDArray[np.float32]:
+            who = judge[some]
+            owner, place = panel.targets(who)
+            people, at = np.unique(who, return_inverse=True)
+            kept = self.store.read_values(people).select(torch.from_numpy(at[owner]))
+            of = torch.from_numpy(node[some][owner])
+            asked = starts.select(place), panel.item[place]
+            return panel.graded(compiled_prme.next_scores(self.task, params, kept, *asked, of), owner, len(who))
+
+        groups = np.split(np.arange(len(node)), np.flatnonzero(np.diff(group)) + 1)
+        return np.concatenate(list(self.pool.map(graded, groups)))
+
     def _merge(self, wave: _Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> None:
         """Put the weighted mean of its own and the received parameters in the place of each node's."""
         share, rest = self._weights(wave, nodes, own)
+        if self.protocol.precision == "float16":
+            self._merge_halves(wave, nodes, share, rest)
+            return
         for sent, mine in wave.by_tick():
             messages = wave.select(mine)
             offset = np.searchsorted(messages.receiver, np.append(nodes, self.train.n_users))
             for name, value in self.params.items():
                 _merge(value, self.snapshots[sent][name], nodes, offset, messages.sender, rest, share[mine])
             rest = torch.ones_like(rest)  # its own part is counted once
+
+    def _merge_halves(self, wave: _Mail, nodes: NDArray[np.int64], share: Tensor, rest: Tensor) -> None:
+        """The same in half precision, message by message in place: a running mean, rounded after each.
+
+        Nothing is copied to float32, which would take three times the memory of a node's parameters.
+        """
+        weight = dict(zip(nodes.tolist(), rest.tolist(), strict=True))  # of what is in a mean so far
+        mail = (each.tolist() for each in (wave.sent, wave.sender, wave.receiver))
+        for sent, sender, receiver, part in zip(*mail, share.tolist(), strict=True):
+            if not part:
+                continue
+            weight[receiver] += part
+            for name, value in self.params.items():
+                value[receiver].lerp_(self.snapshots[sent][name][sender], part / weight[receiver])
 
     def _weights(self, wave: _Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
         """The share of each message, f32[n], and of each node's own parameters, f32[C] (eq. 8)."""
@@ -495,16 +556,20 @@ def _first_nodes(
     """What nodes share before the first tick: each has drawn its own."""
     dtype = _DTYPE[precision]
     rows = {"per_item": n_items, "per_user": n_users, "dense": 1}
+    shared = [part for part in components if part.shared]
     first = NodeParams()
-    for part in components:
-        if not part.shared:
-            continue
+    for part in shared:
         shape = part.shape if part.storage == "dense" else (rows[part.storage], *part.shape)
         first[part.name] = torch.empty(n_users, *shape, dtype=dtype)
-        for node in range(n_users):
-            own = int(random.bits(seed, "node", node) >> np.uint64(1))
+
+    def fill(node: int) -> None:
+        own = int(random.bits(seed, "node", node) >> np.uint64(1))
+        for part in shared:
             drawn = part.draw(own) if part.storage == "dense" else part.draw(own, np.arange(rows[part.storage]))
-            first[part.name][node] = (drawn[0] if part.storage == "dense" else drawn).to(dtype)
+            first[part.name][node] = drawn[0] if part.storage == "dense" else drawn
+
+    with ThreadPoolExecutor(cores()) as pool:
+        list(pool.map(fill, range(n_users)))
     return first
 
 
@@ -518,15 +583,8 @@ def _merge(
     share: Tensor,
 ) -> None:
     """Of the given nodes value = rest value + the sum over their messages of share sent[sender], in place."""
-    if value.dtype == torch.float32:
-        own, theirs = (each.numpy().reshape(len(value), -1) for each in (value, sent))
-        merge_models(own, theirs, node, offset, sender, rest.numpy(), share.numpy())
-        return
-    at, place = torch.from_numpy(node), torch.from_numpy(np.repeat(np.arange(len(node)), np.diff(offset)))
-    ones = [1] * (value.dim() - 1)
-    merged = value[at].float() * rest.reshape(-1, *ones)
-    merged.index_add_(0, place, sent[torch.from_numpy(sender)].float() * share.reshape(-1, *ones))
-    value[at] = merged.to(value.dtype)
+    own, theirs = (each.numpy().reshape(len(value), -1) for each in (value, sent))
+    merge_models(own, theirs, node, offset, sender, rest.numpy(), share.numpy())
 
 
 def _add(params: NodeParams, update: Update) -> None:
@@ -568,41 +626,3 @@ def _together(components: Sequence[Component], n_users: int, n_items: int, memor
     rows = {"per_item": n_items, "per_user": n_users, "dense": 1}
     numbers = sum(part.size * rows[part.storage] for part in components)
     return max(1, memory // (4 * numbers))
-
-
-@dataclass(frozen=True, eq=False)
-class _Panel:
-    """The validation items of all users, each with sampled negatives; V of them."""
-
-    own: sp.csr_array  # f32[U, I]: training items
-    item: NDArray[np.int64]  # i64[V, 1 + negatives]: the validation item, then negatives
-    offset: NDArray[np.int64]  # i64[U + 1]
-
-    @classmethod
-    def of(cls, train: Interactions, valid: Interactions | None, spare: tuple[Interactions, ...], seed: int) -> _Panel:
-        if valid is None or not len(valid):
-            raise DataError(
-                "Personal peers are chosen by validation items, and there are none", remedy="Give `valid` items."
-            )
-        held = valid.distinct()
-        free = Complement.of(train, held, *spare)
-        number = np.arange(len(held.user))[:, None]
-        user = held.user.astype(np.int64)
-        rank = random.below(free.size[user][:, None], seed, "panel", number, np.arange(_NEGATIVES))
-        negative = free.item(np.broadcast_to(user[:, None], rank.shape), rank)
-        offset = np.concatenate([[0], np.cumsum(held.activity)]).astype(np.int64)
-        return cls(train.matrix(), np.concatenate([held.item[:, None], negative], 1).astype(np.int64), offset)
-
-    def performance(self, scores: NDArray[np.float32], user: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Mean hit rate times mean NDCG at 20 on the users' validation items, f32[n]; 0 for who has none."""
-        count = self.offset[user + 1] - self.offset[user]
-        owner = np.repeat(np.arange(len(user)), count)
-        place = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(self.offset[user], count)
-        of = scores[owner[:, None], self.item[place]]  # f32[v, 1 + negatives]
-        rank = (of[:, 1:] > of[:, :1]).sum(1) + 0.5 * (of[:, 1:] == of[:, :1]).sum(1)
-        hit = rank < _CUTOFF
-        gain = np.where(hit, 1 / np.log2(rank + 2), 0.0)
-        size = np.maximum(count, 1)
-        return np.asarray(
-            np.bincount(owner, hit, len(user)) / size * np.bincount(owner, gain, len(user)) / size, np.float32
-        )

@@ -23,12 +23,14 @@ from recleak.errors import ConfigError, RecleakError
 from recleak.models.base import Model, Params
 from recleak.models.components import Component
 from recleak.streams import Streams
+from recleak.training import compiled_prme
 from recleak.training.compiled_gmf import fits, train_gmf
 from recleak.training.local import LocalData, Loss, padded, positives_of, steps_per_epoch
 from recleak.training.optimizers import (
     Adam,
     Optimizer,
 )
+from recleak.training.transitions import LocalTransitions
 from recleak.training.visit import Visit, after_epoch
 from recleak.update import Update, merge
 
@@ -85,6 +87,8 @@ class Task:
                 f"is in the gradient of every example, and {self.defense!r} bounds the gradients of single examples.\n"
                 "  Use a model that scores an item by its row and the client's parameters alone, or noise on uploads."
             )
+        if self.model.needs_transitions:
+            compiled_prme.check(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +102,20 @@ class Trained:
     steps: int  # client-steps made
 
 
-def train(task: Task, received: Params, kept: Update, data: LocalData, round: int) -> Trained:
+def train(task: Task, received: Params, kept: Update, data: LocalData | LocalTransitions, round: int) -> Trained:
     """Train the clients of `data` from what they received and kept; the result has them in the same order.
 
     `kept` holds the values of components that are not shared, and `<component>/<moment>` of a kept optimizer.
     """
+    if isinstance(data, LocalTransitions):
+        update, rest, loss = compiled_prme.train_prme(task, received, kept, data, round)
+        streams, steps = Streams.simulated(task.seed, round, data.client), task.training.epochs * int(data.offset[-1])
+        return _finished(task, update, rest, loss, torch.from_numpy(data.positives), steps, streams, round)
+    if task.model.needs_transitions:
+        raise ConfigError(
+            f"{type(task.model).__name__} learns from transitions, got items without an order.\n"
+            "  Draw examples with training.transitions.TransitionExamples; attacks with shadow clients do not know it."
+        )
     if "data" in hooks(task.defense):
         data = defended_data(task, data)
     if fits(task, kept.client.device):
@@ -125,7 +138,8 @@ def train(task: Task, received: Params, kept: Update, data: LocalData, round: in
 
 def widths(task: Task, count: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
     """The padded width of the batches of clients with so many examples, i64[C]; those with the same train together."""
-    return np.zeros_like(count) if fits(task, device) else padded(task.training.batch_size, count)
+    alike = task.model.needs_transitions or fits(task, device)
+    return np.zeros_like(count) if alike else padded(task.training.batch_size, count)
 
 
 def join(parts: list[Trained]) -> Trained:

@@ -35,6 +35,7 @@ from recleak.models.base import Params
 from recleak.training.chunks import cores, one_thread
 from recleak.training.cohort import Task, Trained, train
 from recleak.training.local import Examples
+from recleak.training.transitions import TransitionExamples
 from recleak.update import Update
 
 A = TypeVar("A")
@@ -54,7 +55,7 @@ class Assignment:
     """What an executor needs once: the task, and where examples come from."""
 
     task: Task
-    examples: Examples
+    examples: Examples | TransitionExamples
 
     def do(self, received: Params, work: Work) -> Trained:
         """Train one chunk."""

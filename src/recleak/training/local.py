@@ -5,6 +5,7 @@ Axis letters: C clients, E examples over all clients, N item rows over all clien
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -86,6 +87,11 @@ class Examples:
     def count(self) -> NDArray[np.int64]:
         """How many examples each user has, i64[U]."""
         return self.train.activity * (self.negatives + (self.loss != "bpr"))
+
+    @property
+    def positives(self) -> NDArray[np.int64]:
+        """How many own items each user has, i64[U]: what its update or model weighs."""
+        return self.train.activity
 
     @cached_property
     def _item(self) -> NDArray[np.int32]:
@@ -190,6 +196,19 @@ def steps_per_epoch(batch_size: int | None, count: NDArray[np.int64]) -> NDArray
     return np.ones_like(count) if batch_size is None else -(-count // batch_size)
 
 
+def shuffles(
+    client: NDArray[np.int64], count: NDArray[np.int64], *, epochs: int, seed: int, round: int, shuffle: bool = True
+) -> Iterator[NDArray[np.int64]]:
+    """The order of each client's n examples in every epoch, i64[epochs, n]: a function of (seed, round, client)."""
+    key = random.bits(seed, "shuffle", round, client[:, None], np.arange(2))
+    for c, n in enumerate(count.tolist()):
+        order = np.empty((epochs, n), np.int64)
+        generator = np.random.Generator(np.random.Philox(key=key[c]))
+        for epoch in range(epochs):
+            order[epoch] = generator.permutation(n) if shuffle else np.arange(n)
+        yield order
+
+
 def plan(data: LocalData, *, epochs: int, batch_size: int | None, seed: int, round: int, shuffle: bool = True) -> Plan:
     """Batches without replacement, in a new order each epoch: a function of (seed, round, client) and nothing else."""
     count = data.count
@@ -198,15 +217,11 @@ def plan(data: LocalData, *, epochs: int, batch_size: int | None, seed: int, rou
     if np.any(np.diff(steps) > 0):
         raise ValueError("Got clients in another order, expected them sorted by their number of steps, descending.")
     width = int(padded(batch_size, count).max())
-    key = random.bits(seed, "shuffle", round, data.client[:, None], np.arange(2))
     example = np.empty((int(steps[0]), len(count), width), np.int64)
     weight = np.zeros(example.shape, np.float32)
-    for c, n in enumerate(count.tolist()):
+    orders = shuffles(data.client, count, epochs=epochs, seed=seed, round=round, shuffle=shuffle)
+    for c, (n, order) in enumerate(zip(count.tolist(), orders, strict=True)):
         batches, size = int(per_epoch[c]), n if batch_size is None else batch_size
-        order = np.empty((epochs, n), np.int64)
-        generator = np.random.Generator(np.random.Philox(key=key[c]))
-        for epoch in range(epochs):
-            order[epoch] = generator.permutation(n) if shuffle else np.arange(n)
         slots = np.zeros((epochs, batches * size), np.int64)
         slots[:, :n] = order
         shares = np.zeros(batches * size, np.float32)
