@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import objects, random
-from recleak.accounting import ledger, participations
+from recleak.accounting import averaging, ledger, participations
 from recleak.attacks.base import Knowledge, WhoBelongs
 from recleak.attacks.community import colluding
 from recleak.canaries import Canaries, plant
@@ -192,7 +192,7 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
         n_items=made.train.n_items,
         participations=_participations(made, trained),
         training=made.protocol.local,
-        aggregation=made.protocol.aggregation if isinstance(made.protocol, Federated) else "mean",
+        aggregation=averaging(made.protocol),
         delta=DELTA,
     )
     store(cell, "facts", {"reason": None, "ledger": [asdict(entry) for entry in entries]})

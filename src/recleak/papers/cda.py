@@ -17,13 +17,13 @@ What the paper leaves open, and what is taken here:
     a node's own vector   where vectors are not shared, an adversary scores with its own, which it knows
     utility               HR@20 of every test item against 99 sampled others (the printed values cannot be of a full
                           ranking); the mean over a user's items, then over users
-    DP-SGD                see `defenses.dp_sgd`
+    DP-SGD                see `private`
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -33,15 +33,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import random
+from recleak.accounting import averaging, ledger
 from recleak.attacks.base import Knowledge, WhoBelongs
 from recleak.attacks.community import CommunityThroughItems, PeerCommunity, ServerCommunity, colluding
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.source import open_data
 from recleak.data.split import Split, ratio
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Chain, Defense, parts_of
+from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
 from recleak.defenses.sharing import Share, ShareLess
-from recleak.errors import unknown_name
+from recleak.errors import ConfigError, unknown_name
 from recleak.grading import communities, grade_communities
 from recleak.metrics.ranking import rank
 from recleak.models.components import Normal
@@ -60,6 +62,7 @@ ROUNDS = 200
 CODE = "as-published-code"
 SCALE = {CODE: (100, 5)}  # users, size of a community
 SIZE = 50
+DELTA, CLIP = 1e-6, 2.0  # of Figures 6 and 7
 Scalar = str | int | float | bool
 
 
@@ -84,6 +87,11 @@ class Setting:
     def targets(self) -> Tensor:
         """Everybody is an adversary, whose targets are its own items, f32[U, I]."""
         return torch.from_numpy((self.train.matrix().toarray() > 0).astype(np.float32))
+
+    @property
+    def keeps_vectors(self) -> bool:
+        """Share less: users' vectors stay with them."""
+        return any(isinstance(part, ShareLess) for part in parts_of(self.defense))
 
     def groups(self, share: float) -> Tensor:
         """Each adversary with its colluders, a random share of all nodes, bool[U, U]."""
@@ -125,7 +133,8 @@ def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
     sharing: dict[str, Defense] = {"full": Share(("user",)), "less": ShareLess()}
     if str(run["sharing"]) not in sharing:
         raise unknown_name("sharing", str(run["sharing"]), sharing)
-    return Setting(split, model, sharing[str(run["sharing"])], protocols[how], size, variant, seed)
+    made = Setting(split, model, sharing[str(run["sharing"])], protocols[how], size, variant, seed)
+    return private(made, run)
 
 
 def _some_users(data: Interactions, count: int, seed: int) -> Interactions:
@@ -134,6 +143,74 @@ def _some_users(data: Interactions, count: int, seed: int) -> Interactions:
         return data
     chosen = random.bits(seed, "some users", np.arange(data.n_users)).argsort()[:count]
     return data.restrict(np.isin(data.user, chosen), f"a draw of {count} users")
+
+
+# --- DP-SGD -----------------------------------------------------------------------------------------------------------
+
+
+def private(made: Setting, run: Mapping[str, Scalar]) -> Setting:
+    """The same with noise on gradients, if the run asks for it (section 6.2, Figures 6 and 7).
+
+    `epsilon`: DP-SGD whose noise is the least for this epsilon at a delta of 1e-6 over all trainings of a client, for
+    one example (the text: one data point). In a federation there are as many as rounds. A node trains after every
+    message, and how many it gets is not known before: the noise is for the mean, ticks times peers, and what the
+    busiest node spends is measured (`epsilon-spent`). `dp = "published"`: what the code does instead, which gives no
+    guarantee. With both, and with `averaging = "mean"`, all clients count alike: weights would tell their numbers of
+    items.
+    """
+    known = {"averaging": ("mean",), "dp": ("published",)}
+    for name, values in known.items():
+        if name in run and run[name] not in values:
+            raise unknown_name(name, str(run[name]), values)
+    if "epsilon" in run and "dp" in run:
+        raise ConfigError("Got epsilon and dp = 'published', expected one: the published noise has no epsilon.")
+    protocol = made.protocol
+    noise: Defense | None = None
+    if "epsilon" in run:
+        trainings = protocol.rounds * (1 if isinstance(protocol, Federated) else protocol.degree)
+        epsilon, epochs = float(run["epsilon"]), protocol.local.epochs
+        noise = DPSGD.calibrated(epsilon, DELTA, uploads=trainings, epochs=epochs, clip=CLIP)
+    elif "dp" in run:
+        noise = ClippedMeanNoise()
+    elif "averaging" not in run:
+        return made
+    alike: Federated | Gossip
+    if isinstance(protocol, Federated):
+        alike = replace(protocol, aggregation="mean")
+    else:
+        alike = replace(protocol, weights="equal")
+    return replace(made, protocol=alike, defense=made.defense if noise is None else Chain((made.defense, noise)))
+
+
+def _spent(made: Setting, trained: FederatedModel | GossipModel) -> dict[str, NDArray[np.float64]]:
+    """What DP-SGD really spends in the run, at most: for one example, and for an interaction with its negatives.
+
+    Of the client that trained most; `-typical` of half of them. Nothing where there is no guarantee.
+    """
+    if isinstance(trained, GossipModel):
+        times = np.array(trained.trainings, np.int64)
+    else:
+        times = np.where(made.train.activity > 0, made.protocol.rounds, 0)  # all take part in every round
+    entries = ledger(
+        made.defense,
+        components=made.model.components(),
+        n_items=made.train.n_items,
+        participations=times,
+        training=made.protocol.local,
+        aggregation=averaging(made.protocol),
+        delta=DELTA,
+    )
+    rows = [entry for entry in entries if entry.composed is not None]
+    if len(rows) != 2:
+        return {}
+    example, interaction = rows
+    numbers = {
+        "epsilon-spent": example.composed,
+        "epsilon-typical": example.typical,
+        "epsilon-interaction": interaction.composed,
+        "trainings": float(times.max()),
+    }
+    return {name: np.array([value]) for name, value in numbers.items() if value is not None}
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -155,7 +232,7 @@ def measure(
     seconds = perf_counter() - start
     for ask in asks:
         if ask.get("measure") == "utility":
-            yield Measured(_utility(made, trained), seconds=seconds)
+            yield Measured({**_utility(made, trained), **_spent(made, trained)}, seconds=seconds)
         elif ask.get("attack") == "random":
             yield Measured(_random(truth, made), seconds=0.0)
         else:
@@ -164,7 +241,7 @@ def measure(
 
 
 def _train(made: Setting, taps: list[Watching[Any, WhoBelongs]], threads: int) -> FederatedModel | GossipModel:
-    told = range(made.train.n_users) if isinstance(made.defense, ShareLess) else ()
+    told = range(made.train.n_users) if made.keeps_vectors else ()
     if isinstance(made.protocol, Gossip):
         return train_gossip(
             made.protocol,
@@ -210,7 +287,7 @@ def _tap(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[An
         return Watching(Server(), CommunityThroughItems(), made.knowledge(), question, grade, rounds)
     public = {"excluded": made.targets} if ask.get("disjoint") else {}
     scoring: Any = ask.get("scoring", "ndcg" if made.variant == CODE else "confidence")
-    vector: Any = ask.get("vector", "told" if isinstance(made.defense, ShareLess) else "sent")
+    vector: Any = ask.get("vector", "told" if made.keeps_vectors else "sent")
     keep: Any = ask.get("keep", "latest")
     if not isinstance(made.protocol, Gossip):
         attack = ServerCommunity(scoring=scoring, vector=vector, keep=keep, seed=made.seed)
