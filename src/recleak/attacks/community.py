@@ -10,6 +10,8 @@ A received model is scored on the targets, and an adversary ranks senders by the
                    average (`popularity` must be public); their Jaccard similarity to the targets
     ndcg           each target is ranked against sampled items that are no target: the mean NDCG (as the published code)
     random         a number that has nothing to do with the model: the null
+    activity       how many item rows the sender's first upload has: the null of a server that looks for people who have
+                   some items, since who has many items has any
 
 A score needs the sender's vector. If it is not shared, the adversary has to use another one:
 
@@ -45,11 +47,13 @@ from recleak.kernels_gmf import score_pairs
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.models.mf import GMF
+from recleak.update import Update
 from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Server, ServerMessage, Upload
 
-Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random"]
+Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random", "activity"]
 Vector = Literal["sent", "told", "mean", "fitted"]
 Keeping = Literal["latest", "best"]
+Reading = Literal["jaccard", "count"]
 
 UNSEEN = float("-inf")  # the score of who never sent anything
 _RECEIVED, _TOLD, _FITTED = "received/", "told/", "fitted/"  # before the names of components in the state
@@ -104,7 +108,9 @@ class _Community:
 
     def _vectors(self, knowledge: Knowledge, state: State, own: Params, m: int) -> Params | None:
         """What models lack; None if nothing was told yet. Who guesses needs none."""
-        return {} if self.scoring == "random" else _vectors(self._way(knowledge), knowledge, state, own, m)
+        if self.scoring in ("random", "activity"):
+            return {}
+        return _vectors(self._way(knowledge), knowledge, state, own, m)
 
     def _way(self, knowledge: Knowledge) -> Vector:
         """Whose vectors are used: what is sent is."""
@@ -249,6 +255,8 @@ class ServerCommunity(_Community):
         received = {name.removeprefix(_RECEIVED): value for name, value in state.items() if name.startswith(_RECEIVED)}
         if not received or not message.update.n_clients:
             return state
+        if self.scoring == "activity":
+            return self._counted(state, message.update)
         update, models, own = message.update, dict[str, Tensor](), dict[str, Tensor]()
         for part in knowledge.components:
             if not part.shared:
@@ -271,6 +279,13 @@ class ServerCommunity(_Community):
         score = self._scores(knowledge, models, vectors, update.client, adversary, model)
         return self._with(state, adversary, update.client[model], score)
 
+    def _counted(self, state: State, update: Update) -> State:
+        """With the numbers of rows of those who were not heard of before."""
+        kept = state["score"].clone()
+        new = ~torch.isfinite(kept[0, update.client])
+        kept[:, update.client[new]] = update.offset.diff()[new].float()
+        return {**state, "score": kept}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeerCommunity(_Community):
@@ -286,6 +301,8 @@ class PeerCommunity(_Community):
         super().__post_init__()
         if not 0 <= self.colluders < 1:
             raise ConfigError(f"colluders is {self.colluders}, expected a share of at least 0 and less than 1.")
+        if self.scoring == "activity":
+            raise ConfigError("scoring is 'activity', expected another one: whole models tell no numbers of rows.")
         if self.vector == "fitted":
             raise ConfigError(
                 "vector is 'fitted', expected 'sent', 'told' or 'mean': no model is broadcast in a gossip."
@@ -317,12 +334,19 @@ class PeerCommunity(_Community):
 class CommunityThroughItems:
     """First which items are a client's own, from its uploads, then who is similar to the targets by these: expected
     Jaccard, the overlap and the union each by the probabilities of items. It needs nobody's vector.
+
+    reading "count" instead: the expected number of targets that are the client's, to find who has any.
     """
 
     membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0))
+    reading: Reading = "jaccard"
 
     vantage: ClassVar[type[Server]] = Server
     question: ClassVar[type[WhoBelongs]] = WhoBelongs
+
+    def __post_init__(self) -> None:
+        if self.reading not in get_args(Reading):
+            raise ConfigError(f"reading is {self.reading!r}, expected one of {', '.join(get_args(Reading))}.")
 
     def init(self, knowledge: Knowledge) -> State:
         """As the membership attack."""
@@ -340,8 +364,7 @@ class CommunityThroughItems:
         seen, place = torch.unique(client, return_inverse=True)
         rows = torch.zeros(len(seen), knowledge.n_items).index_put_((place, item), chance)
         targets = targets_of(knowledge)[question.adversary]
-        both = targets @ rows.T
-        near = both / (targets.sum(1, keepdim=True) + rows.sum(1) - both).clamp(min=_TINY)
+        near = _near(targets, rows, self.reading)
         score = torch.full((len(targets), knowledge.n_users), UNSEEN)
         score[:, seen] = near
         return score[:, question.client]
@@ -379,6 +402,14 @@ def colluding(n_users: int, share: float, seed: int) -> Tensor:
         lot = random.bits(seed, "colluders", np.arange(n_users)[:, None], np.arange(n_users)).argsort(1)
         groups.scatter_(1, torch.from_numpy(lot[:, :count].copy()), True)
     return groups
+
+
+def _near(targets: Tensor, chance: Tensor, reading: Reading) -> Tensor:
+    """How near users are to targets by the probabilities that items are theirs, f32[A, I], f32[m, I] -> f32[A, m]."""
+    if reading == "count":
+        return targets @ chance.T
+    both = targets @ chance.T
+    return both / (targets.sum(1, keepdim=True) + chance.sum(1) - both).clamp(min=_TINY)
 
 
 def _kept(knowledge: Knowledge) -> list[Component]:

@@ -48,6 +48,7 @@ from recleak.grading import communities, grade_communities
 from recleak.metrics.ranking import rank
 from recleak.models.components import Normal
 from recleak.models.mf import GMF
+from recleak.papers import cda_sensitive
 from recleak.papers.reproduce import Measured
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
@@ -224,15 +225,20 @@ def measure(
     everybody = torch.arange(made.train.n_users)
     truth = communities(made.targets, made.train, made.size, everybody)
     taps: dict[str, Watching[Any, WhoBelongs]] = {}
+    marks = cda_sensitive.marks_of(str(run["data"])) if any("targets" in ask for ask in asks) else ()
     for ask in asks:
         if (key := _key(ask)) is not None and key not in taps:
-            taps[key] = _tap(made, ask, truth)
+            taps[key] = cda_sensitive.tap(made, ask, marks) if "targets" in ask else _tap(made, ask, truth)
     start = perf_counter()
     trained = _train(made, list(taps.values()), threads)
     seconds = perf_counter() - start
     for ask in asks:
         if ask.get("measure") == "utility":
             yield Measured({**_utility(made, trained), **_spent(made, trained)}, seconds=seconds)
+        elif "targets" in ask:
+            key = _key(ask)
+            unknown = cda_sensitive.unknown(made, marks)
+            yield unknown if key is None else cda_sensitive.measured(taps[key], marks, seconds)
         elif ask.get("attack") == "random":
             yield Measured(_random(truth, made), seconds=0.0)
         else:
