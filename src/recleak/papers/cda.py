@@ -35,7 +35,13 @@ from torch import Tensor
 from recleak import random
 from recleak.accounting import averaging, ledger
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import CommunityThroughItems, PeerCommunity, ServerCommunity, colluding
+from recleak.attacks.community import (
+    CommunityThroughItems,
+    PeerCommunity,
+    PeerCommunityThroughItems,
+    ServerCommunity,
+    colluding,
+)
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.source import open_data
@@ -63,6 +69,7 @@ ROUNDS = 200
 CODE = "as-published-code"
 SCALE = {CODE: (100, 5)}  # users, size of a community
 SIZE = 50
+SOME = 100  # adversaries with colluders, for the chain at nodes
 DELTA, CLIP = 1e-6, 2.0  # of Figures 6 and 7
 Scalar = str | int | float | bool
 
@@ -288,6 +295,8 @@ def _tap(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[An
     def grade(answer: Tensor) -> dict[str, Tensor]:
         return grade_communities(answer, truth, made.size, everybody)
 
+    if ask["attack"] == "chain" and isinstance(made.protocol, Gossip):
+        return _chain_of_peers(made, ask, truth)
     if ask["attack"] == "chain":
         rounds = {*range(10), *range(9, made.protocol.rounds, 10)}  # it is the same after everybody's first upload
         return Watching(Server(), CommunityThroughItems(), made.knowledge(), question, grade, rounds)
@@ -301,6 +310,21 @@ def _tap(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[An
     groups = made.groups(float(ask.get("colluders", 0.0)))
     peer = PeerCommunity(scoring=scoring, vector=vector, keep=keep, seed=made.seed)
     return Watching(Peers(groups), peer, made.knowledge(groups=groups, **public), question, grade)
+
+
+def _chain_of_peers(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[Any, WhoBelongs]:
+    """At single nodes, or for some adversaries with colluders: each has hundreds of models in a tick."""
+    share, users = float(ask.get("colluders", 0.0)), made.train.n_users
+    who = torch.from_numpy(random.bits(made.seed, "some adversaries", np.arange(users)).argsort()[:SOME].copy())
+    who = who if share else torch.arange(users)
+    groups = made.groups(share)[who]
+
+    def grade(answer: Tensor) -> dict[str, Tensor]:
+        return grade_communities(answer, truth[who], made.size, who)
+
+    known = made.knowledge(groups=groups, targets=made.targets[who])
+    question = WhoBelongs(torch.arange(len(who)), torch.arange(users))
+    return Watching(Peers(groups), PeerCommunityThroughItems(), known, question, grade)
 
 
 def _measured(tap: Watching[Any, WhoBelongs], seconds: float) -> Measured:
