@@ -11,10 +11,18 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import UNSEEN, PeerCommunity, Scoring, ServerCommunity, Vector, fitted
+from recleak.attacks.community import (
+    UNSEEN,
+    PeerCommunity,
+    PeerCommunityThroughItems,
+    Scoring,
+    ServerCommunity,
+    Vector,
+    fitted,
+)
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
-from recleak.defenses.sharing import Share
+from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError
 from recleak.models.components import Component, Normal
 from recleak.models.mf import GMF, MF
@@ -271,3 +279,55 @@ def test_other_models_have_communities_too() -> None:
     local = LocalTraining(epochs=3, batch_size=8, optimizer=Adam(0.05))
     train_federated(Federated(rounds=6, local=local), model, data, defense=share, taps=[tap], show_progress=False)
     assert found(tap.answer(WhoBelongs(everybody, everybody)), everybody % 2, 5) > 0.7
+
+
+# --- the chain at nodes -----------------------------------------------------------------------------------------------
+
+
+def moved(shared: bool, n: int = 12, items: int = 60, own: int = 6) -> tuple[Knowledge, Push, Tensor]:
+    """Senders whose own rows moved along h * u from a common table, others a little against it; targets of sender 0."""
+    draws = torch.Generator().manual_seed(1)
+    model = GMF(4)
+    components = (Share(("user",)) if shared else ShareLess()).sharing(model.components())
+    table, user = torch.randn(items, 4, generator=draws), torch.randn(n, 4, generator=draws)
+    head = torch.rand(n, 4, 1, generator=draws) + 0.5
+    mine = torch.rand(n, items, generator=draws).argsort(1)[:, :own]
+    mine[1] = mine[0]
+    along = user * head.squeeze(-1)
+    step = torch.full((n, items), -0.05).scatter_(1, mine, 0.4)
+    noise = 0.01 * torch.randn(n, items, 4, generator=draws)
+    params = {"item": table + step.unsqueeze(2) * along.unsqueeze(1) + noise, "head.1.weight": head}
+    if shared:
+        params["user"] = user.expand(n, n, 4)
+    params = {name: value[1:] for name, value in params.items()}
+    targets = torch.zeros(1, items)
+    targets[0, mine[0]] = 1.0
+    popularity = torch.full((items,), own * n / items)
+    groups = torch.zeros(1, n, dtype=torch.bool)
+    groups[0, 0] = True
+    public = {"targets": targets, "popularity": popularity, "groups": groups}
+    knowledge = Knowledge(model, n, items, components, LocalTraining(), Defense(), public)
+    push = Push(0, torch.arange(1, n), torch.zeros(n - 1, dtype=torch.int64), params, torch.arange(n - 1))
+    return knowledge, push, mine
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["full", "share less"])
+def test_the_chain_at_a_node_finds_the_rows_that_moved(shared: bool) -> None:
+    knowledge, push, mine = moved(shared)
+    attack = PeerCommunityThroughItems()
+    state = attack.fold(knowledge, attack.init(knowledge), push)
+    score = attack.answer(knowledge, state, WhoBelongs(torch.arange(1), torch.arange(12)))[0]
+    truth = torch.zeros(12)
+    for sender in range(1, 12):
+        both = len(set(mine[0].tolist()) & set(mine[sender].tolist()))
+        truth[sender] = both / (12 - both)
+    assert score[0] == -torch.inf, "it sent nothing"
+    torch.testing.assert_close(score[1:], truth[1:])
+    assert float(score[1]) == 1.0
+
+
+def test_a_node_that_received_one_model_has_nothing_to_compare() -> None:
+    knowledge, push, _ = moved(shared=False)
+    one = push.select(torch.arange(11) == 4)
+    attack = PeerCommunityThroughItems()
+    assert not bool(torch.isfinite(attack.fold(knowledge, attack.init(knowledge), one)["score"]).any())

@@ -15,6 +15,7 @@ from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
 from recleak.defenses.labels import FakeItems
 from recleak.defenses.noise import GaussianNoise
+from recleak.defenses.proximal import Proximal
 from recleak.defenses.sharing import Share
 from recleak.models.components import Normal, sharing
 from recleak.models.mf import GMF
@@ -94,6 +95,25 @@ def test_clipped_examples_with_noise(training: LocalTraining, defense: Defense, 
     assert len(got[0].update.item) == 24 * len(client), "every row is sent"
 
 
+@pytest.mark.parametrize(
+    "defense",
+    [
+        ClippedMeanNoise(0.01, 0.5),
+        ClippedMeanNoise(0.01, 0.5, "touched"),
+        Chain((DPSGD(0.7, 0.05), ClippedMeanNoise(0.01, 0.1))),
+    ],
+    ids=["all rows", "touched rows", "after clipped examples"],
+)
+def test_hooks_on_the_mean_gradient(defense: Defense) -> None:
+    task, client = Task(MODEL, defense.sharing(MODEL.components()), KEEP, defense, 3), np.arange(0, 24, 3)
+    assert compiled_gmf.fits(task, torch.device("cpu"))
+    got = visits(train, task, ragged(), client, rounds=3)
+    with general():
+        expected = visits(train, task, ragged(), client, rounds=3)
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other)
+
+
 @pytest.mark.parametrize("defense", [Defense(), DPSGD(0.5)], ids=["none", "noise"])
 def test_a_client_does_not_depend_on_its_chunk(defense: Defense) -> None:
     task, data = Task(MODEL, MODEL.components(), KEEP, defense, 3), ragged()
@@ -121,9 +141,9 @@ def test_what_the_loop_does_not_know_goes_the_general_way() -> None:
     assert not fits(LocalTraining(batch_size=None, optimizer=Adam(0.1, weight_decay=0.1)))
     assert not fits(LocalTraining(batch_size=None, loss="bpr"))
     assert not fits(FULL, Own(5))
-    assert not fits(FULL, defense=ClippedMeanNoise())
-    assert not fits(FULL, defense=Chain((DPSGD(1.0), ClippedMeanNoise())))
-    assert not compiled_gmf.direct(Task(MODEL, MODEL.components(), KEEP, DPSGD(1.0)), torch.float32)
+    assert not fits(FULL, defense=Proximal(0.1))
+    for defense in (DPSGD(1.0), ClippedMeanNoise()):
+        assert not compiled_gmf.direct(Task(MODEL, MODEL.components(), KEEP, defense), torch.float32)
     assert not compiled_gmf.fits(Task(MODEL, MODEL.components(), FULL), torch.device("meta"))
 
 

@@ -17,7 +17,8 @@ from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split, ratio
 from recleak.data.synthetic import Synthetic
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Chain, Defense
+from recleak.defenses.dp_sgd import DPSGD
 from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share, ShareLess
@@ -100,6 +101,8 @@ def plain_loop(protocol: Gossip, data: Interactions, defense: Defense, seed: int
         for to, senders in heard.items():
             for wave, group in enumerate([[s] for s in senders] if protocol.merging == "pairwise" else [senders]):
                 weight = np.array([data.activity[to], *data.activity[group]], float)
+                if protocol.weights == "equal":
+                    weight[:] = 1
                 for name in has[to]:
                     all_of = [has[to][name], *(sent[s][name] for s in group)]
                     has[to][name] = sum(float(w / weight.sum()) * v for w, v in zip(weight, all_of, strict=True))  # type: ignore[assignment]
@@ -132,6 +135,19 @@ def test_equals_the_plain_loop(defense: Defense, local: LocalTraining, merging: 
     for node, params in expected.items():
         for name, value in params.items():
             torch.testing.assert_close(got.params[name][node], value, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("defense", [FULL, Chain((FULL, DPSGD(0.5, 0.1)))], ids=["full", "dp-sgd"])
+def test_equals_the_plain_loop_where_all_count_alike(defense: Defense) -> None:
+    data = ragged(n_users=9, n_items=12)
+    protocol = Gossip(rounds=4, degree=2, refresh=2, weights="equal", local=KEEP)
+    got = run(protocol, data, defense=defense)
+    expected = plain_loop(protocol, data.distinct(), defense)
+    for node, params in expected.items():
+        for name, value in params.items():
+            torch.testing.assert_close(got.params[name][node], value, atol=2e-5, rtol=1e-4)
+    other = run(replace(protocol, weights="data"), data, defense=defense)
+    assert not torch.equal(got.params["item"], other.params["item"])
 
 
 @pytest.mark.parametrize("peers", ["random", "personal"])

@@ -33,6 +33,7 @@ from recleak.epsilon import gaussian_epsilon, pure_epsilon
 from recleak.errors import ConfigError
 from recleak.models.components import Component
 from recleak.protocols.federated import Federated
+from recleak.protocols.gossip import Gossip
 from recleak.training.aggregate import Aggregation
 from recleak.training.cohort import LocalTraining
 
@@ -137,6 +138,13 @@ def participations(protocol: Federated, train: Interactions, *, seed: int = 0) -
     return count
 
 
+def averaging(protocol: Federated | Gossip) -> Aggregation:
+    """How what clients send is averaged, as the ledger needs it: in a gossip by numbers of own items, or alike."""
+    if isinstance(protocol, Federated):
+        return protocol.aggregation
+    return "mean" if protocol.weights == "equal" else "weighted"
+
+
 # --- noise on uploads -------------------------------------------------------------------------------------------------
 
 _ALONE = "It limits how much a client can say, but nothing is random: it gives a guarantee only before noise."
@@ -146,7 +154,7 @@ _TOUCHED = (
 )
 _WEIGHTED = (
     "Uploads are weighted by the number of a client's own items, and this number is sent beside them without noise. "
-    "Aggregate with 'mean' for the noise to count."
+    "Aggregate with 'mean' (in a gossip: merge with weights 'equal') for the noise to count."
 )
 _LATER = "An earlier row gives the guarantee; noise on top of it can only help, and nothing is counted for it."
 

@@ -102,7 +102,8 @@ class Contest:
         if self.chosen is None:
             return None
         nulls = [each for each in self.nulls if each.vantage == self.chosen.vantage]
-        return _chosen(nulls[:1] if self.question != MEMBERSHIP else nulls)
+        marks = any(each.ask.mark is not None for each in nulls)
+        return _chosen(nulls if self.question == MEMBERSHIP or marks else nulls[:1])
 
     @cached_property
     def excess(self) -> BySeed:

@@ -22,6 +22,7 @@ import polars as pl
 
 from recleak import objects
 from recleak.data.interactions import Interactions
+from recleak.data.marks import Mark
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.source import open_data
 from recleak.data.split import Order, Split, leave_one_out
@@ -44,6 +45,7 @@ COMMUNITY_NULLS: Mapping[type[Vantage[Any]], tuple[str, Mapping[str, Any]]] = {
     Server: ("random users", {"use": "community", "scoring": "random"}),
     Peers: ("random peers", {"use": "community-of-peers", "scoring": "random"}),
 }
+ACTIVITY: tuple[str, Mapping[str, Any]] = ("activity", {"use": "community", "scoring": "activity"})  # of marks
 Kind = Literal["attack", "null", "component", "canary"]
 
 
@@ -60,10 +62,13 @@ class Ask:
     attribute: str = ""  # what it is asked about; without one, about own items
     known: float = 0.0  # share of the users whose attribute the adversary knows
     community: int = 0  # how many users it looks for, if it is asked who is similar to it
+    mark: Mark | None = None  # the items, if it is asked who has them
 
     @property
     def question(self) -> str:
         """As in the tables of findings."""
+        if self.mark is not None:
+            return self.mark.name
         return self.attribute or (COMMUNITY if self.community else MEMBERSHIP)
 
     @property
@@ -71,6 +76,8 @@ class Ask:
         """The name of its files."""
         settings = {name: value for name, value in self.settings.items() if name != "name"}
         parts = [settings, self.kind, self.role, self.shuffle, self.validation, *_code(settings)]
+        if self.mark is not None:
+            return digest([*parts, "mark", asdict(self.mark)])
         if self.community:
             return digest([*parts, COMMUNITY, self.community])
         return digest([*parts, self.attribute, self.known] if self.attribute else parts)

@@ -109,7 +109,7 @@ def audit(
 
     table = experiments.quick_start() if experiment is None else experiments.read(experiment)
     made = experiments.experiment(overrides.apply(table), "quick start" if experiment is None else str(experiment))
-    conditions = [Condition.parse(text, made.attributes) for text in fail_if]
+    conditions = [Condition.parse(text, made.attributes, [each.name for each in made.marks]) for text in fail_if]
     folder = out_dir or Path("runs") / ("quickstart" if experiment is None else experiment.stem)
     command = shlex.join(["recleak", *sys.argv[1:]])
     findings = audit_run(made, folder, workers=cores() if workers is None else workers, command=command)

@@ -31,9 +31,9 @@ class Condition:
     limit: float
 
     @classmethod
-    def parse(cls, text: str, attributes: Iterable[str] = ()) -> Condition:
-        """From what is typed; `attributes` are those that are inferred."""
-        metrics = {**METRICS, **dict.fromkeys(attributes, ATTRIBUTE)}
+    def parse(cls, text: str, attributes: Iterable[str] = (), marks: Iterable[str] = ()) -> Condition:
+        """From what is typed; `attributes` and `marks` are those that are inferred."""
+        metrics = {**METRICS, **dict.fromkeys(attributes, ATTRIBUTE), **dict.fromkeys(marks, METRICS["community"])}
         found = _FORM.fullmatch(text)
         try:
             if found is None:

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
 from recleak import objects
+from recleak.data.marks import Mark
 from recleak.errors import ConfigError, unknown_name
 from recleak.objects import NAMES, Kind
 
@@ -94,6 +95,22 @@ class System:
         return {"data": asdict(self.data), **parts}
 
 
+class Sensitive(BaseModel):
+    """Items that mark a person, by category or title (`data.marks`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    categories: list[str] = []
+    titles: list[str] = []
+    least: int = 1
+
+    @property
+    def mark(self) -> Mark:
+        """The same as a value."""
+        return Mark(self.name, tuple(self.categories), tuple(self.titles), self.least)
+
+
 class Experiment(BaseModel):
     """What a file says."""
 
@@ -112,7 +129,14 @@ class Experiment(BaseModel):
         default=0.1, gt=0, lt=1, description="Share of the users whose attributes an adversary knows, to learn from."
     )
     communities: int = Field(
-        default=50, ge=1, description="How many users the community of each adversary has, for attacks on communities."
+        default=50,
+        ge=0,
+        description="How many users the community of each adversary has, for attacks on communities; 0: not asked.",
+    )
+    sensitive: list[str | Sensitive] = Field(
+        default=[],
+        description="Categories of items, or tables with a name, categories, titles and least: attacks on communities "
+        "are also asked who has such items.",
     )
     seeds: int | list[int] = Field(default=1, description="How many, or which.")
     by_component: list[str] = Field(
@@ -128,6 +152,15 @@ class Experiment(BaseModel):
     shuffle_labels: bool = Field(
         default=False, description="The self-test: the truth is shuffled within each user, so nothing can leak."
     )
+
+    @property
+    def marks(self) -> list[Mark]:
+        """What `sensitive` names."""
+        made = [Mark.of(each) if isinstance(each, str) else each.mark for each in self.sensitive]
+        taken = Counter([*(mark.name for mark in made), *self.attributes, "membership", "community", "utility"])
+        if twice := [mark.name for mark in made if taken[mark.name] > 1]:
+            raise ConfigError(f"sensitive: the name {twice[0]!r} is taken, expected one of its own for each.")
+        return made
 
     @field_validator("seeds")
     @classmethod

@@ -29,6 +29,7 @@ from recleak.metrics.inference import (
     roc,
     tpr_at_fpr,
 )
+from recleak.metrics.linearized import auc_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,6 +264,46 @@ def grade_communities(answer: Tensor, truth: Tensor, size: int, leader: Tensor |
         if bool(told.any())
         else torch.zeros(()),
     }
+
+
+def grade_holders(answer: Tensor, truth: Tensor, leader: Tensor | None = None) -> dict[str, Tensor]:
+    """Of A adversaries who look for the same people, by user: f32[A, U], bool[U] -> f64[U] each, NaN where unknown.
+
+    auc: values whose mean is the AUC (`metrics.linearized`), the mean over adversaries; who was not heard of comes
+    last. accuracy: of a holder, the share of the adversaries among whose highest scores it is, as many as there are
+    holders: the mean over holders is the precision, and the recall. tpr@5%: the same among those above a threshold
+    that 5 % of the others exceed, at most. Nobody who was not heard of is claimed. An adversary does not look for its
+    own user, `leader` i64[A] (-1: it is not among them).
+    """
+    score, own = answer.double().numpy(), truth.numpy()
+    found = {name: np.full(score.shape, np.nan) for name in ("auc", "accuracy", "tpr@5%")}
+    for a, mine in enumerate(score):
+        asked = np.ones(len(mine), bool)
+        if leader is not None and leader[a] >= 0:
+            asked[int(leader[a])] = False
+        value, holds = mine[asked], own[asked]
+        if holds.all() or not holds.any():
+            continue
+        heard = np.isfinite(value)
+        value = np.where(heard, value, value[heard].min(initial=0.0) - 1)
+        found["auc"][a, asked] = auc_values(np.stack([-value, value], 1), holds.astype(np.int64))
+        tie = random.bits(0, "tie of holders", a, np.flatnonzero(asked))
+        top = np.lexsort((tie, -value))[: int(holds.sum())]
+        claimed = np.zeros(len(value), bool)
+        claimed[top] = True
+        others = np.sort(value[~holds])[::-1]
+        limits = {"accuracy": claimed, "tpr@5%": value > others[int(0.05 * len(others))]}
+        for name, claim in limits.items():
+            found[name][a, asked] = np.where(holds, claim & heard, np.nan)
+    return {name: torch.from_numpy(_mean_of_known(each)) for name, each in found.items()}
+
+
+def _mean_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Over the first axis, NaN where nothing is known."""
+    known = ~np.isnan(values)
+    total: NDArray[np.float64] = np.where(known, values, 0.0).sum(0)
+    count = known.sum(0)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def own_items(train: Interactions) -> Tensor:

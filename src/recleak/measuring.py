@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import objects, random
-from recleak.accounting import ledger, participations
+from recleak.accounting import averaging, ledger, participations
 from recleak.attacks.base import Knowledge, WhoBelongs
 from recleak.attacks.community import colluding
 from recleak.canaries import Canaries, plant
@@ -32,7 +32,7 @@ from recleak.defenses.feature_noise import with_categories
 from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import digest
 from recleak.files import replace_table, replace_text
-from recleak.grading import grade_communities, pairs_seen
+from recleak.grading import grade_communities, grade_holders, pairs_seen
 from recleak.metrics.comparison import is_known
 from recleak.models.base import Model
 from recleak.models.components import Component
@@ -40,13 +40,16 @@ from recleak.protocols.federated import Federated, FederatedModel, train_federat
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
 from recleak.storing import (
     DELTA,
+    lookouts_of,
     store,
     store_attribute,
     store_bound,
     store_community,
     store_grades,
+    store_mark,
     store_reason,
     truth_of_communities,
+    truth_of_mark,
 )
 from recleak.training.cohort import DivergedError
 from recleak.training.executor import InProcess
@@ -178,6 +181,8 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
             store_attribute(cell, ask, tap, made, rounds)
         elif ask.community:
             store_community(cell, ask, tap, made, rounds)
+        elif ask.mark is not None:
+            store_mark(cell, ask, tap, made, rounds)
         elif canaries is None:
             asked = pairs_seen(scouts[tap.attack.vantage].state(), made.train.n_items)
             store_grades(cell, ask, tap, asked, made, rounds)
@@ -192,7 +197,7 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
         n_items=made.train.n_items,
         participations=_participations(made, trained),
         training=made.protocol.local,
-        aggregation=made.protocol.aggregation if isinstance(made.protocol, Federated) else "mean",
+        aggregation=averaging(made.protocol),
         delta=DELTA,
     )
     store(cell, "facts", {"reason": None, "ledger": [asdict(entry) for entry in entries]})
@@ -272,8 +277,17 @@ class _Tap(Watching[Any, Any]):
         if ask is not None and ask.community:
             question, truth = WhoBelongs(users, users), truth_of_communities(made, ask)
             grade = partial(grade_communities, truth=truth, size=ask.community, leader=users)
+        leader: Tensor | None = users
+        if ask is not None and ask.mark is not None:
+            leader = lookouts_of(made, attack)
+            targets = torch.from_numpy(ask.mark.items(made.split.train)).float()
+            public = {"targets": targets.expand(1 if leader is None else len(leader), -1)}
+            public |= {} if leader is None else {"leaders": leader}
+            knowledge = replace(knowledge, public={**knowledge.public, **public})
+            question = WhoBelongs(torch.arange(len(public["targets"])), users)
+            grade = partial(grade_holders, truth=truth_of_mark(made, ask), leader=leader)
         if attack.vantage is Peers:
-            groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed)
+            groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed)[leader]
             knowledge = replace(knowledge, public={**knowledge.public, "groups": groups})
         vantage = Peers(groups) if attack.vantage is Peers else attack.vantage()
         super().__init__(vantage, attack, knowledge, question, grade, spread(made.protocol.rounds))

@@ -78,6 +78,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "community": "recleak.attacks.community:ServerCommunity",
         "community-of-peers": "recleak.attacks.community:PeerCommunity",
         "community-through-items": "recleak.attacks.community:CommunityThroughItems",
+        "community-of-peers-through-items": "recleak.attacks.community:PeerCommunityThroughItems",
     },
     "optimizer": {"adam": "recleak.training.optimizers:Adam", "sgd": "recleak.training.optimizers:SGD"},
     "object": {

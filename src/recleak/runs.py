@@ -25,6 +25,7 @@ from recleak import __version__, objects
 from recleak.attacks.base import WhichAttribute, WhoBelongs
 from recleak.audited import Audited
 from recleak.cells import (
+    ACTIVITY,
     ATTRIBUTE_NULLS,
     COMMUNITY_NULLS,
     MEMBERSHIP,
@@ -46,6 +47,7 @@ from recleak.machine import cores
 from recleak.measuring import measure
 from recleak.summary import tables
 from recleak.training.state import locked
+from recleak.wire import Server
 
 _SHARED_ROLES = ("user", "item", "head")
 _LAYERS = ("head.1", "head.2")  # of a head, by themselves: what noise by layer goes by
@@ -95,6 +97,8 @@ class _Plan:
                 self.fingerprints[system.data] = loaded(system.data).fingerprint
                 for attribute in experiment.attributes:
                     classes_of(loaded(system.data), attribute)  # an error comes here, before anything is run
+                for mark in experiment.marks:
+                    mark.items(loaded(system.data))
         self.asks = _asks(experiment)
         self.audits = [self._audited(system, folder) for system in experiment.systems]
 
@@ -181,7 +185,9 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
     for each in experiment.attack_choices:
         ask = Ask(each.label, each.settings, **common)
         if (question := _question(ask)) is WhoBelongs:
-            attacks.append(replace(ask, community=experiment.communities))
+            if experiment.communities:
+                attacks.append(replace(ask, community=experiment.communities))
+            attacks += [replace(ask, mark=mark) for mark in experiment.marks]
             continue
         if question is not WhichAttribute:
             attacks.append(ask)
@@ -200,10 +206,13 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
     for vantage in dict.fromkeys(_vantage(ask) for ask in attacks if ask.community):
         about = {**common, "community": experiment.communities}
         nulls.append(Ask(*COMMUNITY_NULLS[vantage], "null", **about))
+    for mark, vantage in dict.fromkeys((ask.mark, _vantage(ask)) for ask in attacks if ask.mark is not None):
+        guesses = [COMMUNITY_NULLS[vantage], *([ACTIVITY] if vantage is Server else [])]
+        nulls += [Ask(*guess, "null", **common, mark=mark) for guess in guesses]
     parts = [
         replace(ask, kind="component", role=role)
         for ask in attacks
-        if ask.name in experiment.by_component and not ask.community
+        if ask.name in experiment.by_component and not ask.community and ask.mark is None
         for role in (*_SHARED_ROLES, *(_LAYERS if ask.attribute else ()))
     ]
     return (*attacks, *nulls, *parts)

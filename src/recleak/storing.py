@@ -17,17 +17,20 @@ from recleak import random
 from recleak.attacks.base import WhichAttribute, WhichItems, WhoBelongs
 from recleak.canaries import Canaries, bound
 from recleak.cells import Ask, Cell
+from recleak.errors import ConfigError
 from recleak.files import replace_table, replace_text
-from recleak.grading import communities, grade_communities, grade_users, shuffled, truth_of
+from recleak.grading import communities, grade_communities, grade_holders, grade_users, shuffled, truth_of
 from recleak.metrics.comparison import is_known, is_validation
 from recleak.metrics.inference import auc_by_user
 from recleak.metrics.linearized import auc_values, macro_f1_values
 from recleak.recording import Listening
 from recleak.watching import Watching
+from recleak.wire import Server
 
 if TYPE_CHECKING:
     from recleak.measuring import Made
 
+_LOOKOUTS = 50  # users who play the adversary that looks for holders of a mark
 DELTA = 1e-6  # of ledger and canaries; times the canaries it must be far below 1 - their level
 
 
@@ -185,6 +188,89 @@ def store_community(
         "roc": [],
     }
     store(cell, ask.key, {**_about(ask), **facts})
+
+
+def lookouts_of(made: Made, attack: Any) -> Tensor | None:
+    """Users who play an adversary that looks for holders of a mark, i64[A]; None: it is the server, without any."""
+    if attack.vantage is Server and getattr(attack, "vector", "sent") not in ("told", "mean"):
+        return None
+    users = np.arange(made.train.n_users)
+    return torch.from_numpy(random.bits(made.seed, "lookouts", users).argsort()[:_LOOKOUTS])
+
+
+def truth_of_mark(made: Made, ask: Ask) -> Tensor:
+    """Who holds the mark, bool[U]; in the audit's test of itself, some other users."""
+    if ask.mark is None:
+        raise AssertionError("only asked of marks")
+    truth = ask.mark.holders(made.split.train)
+    if ask.shuffle:
+        truth = truth[random.bits(made.seed, "shuffled holders", np.arange(len(truth))).argsort()]
+    if truth.all() or not truth.any():
+        few = "everybody" if truth.all() else "nobody"
+        raise ConfigError(
+            f"Of the mark {ask.mark.name!r}, {few} has {ask.mark.least} or more items, expected some.\n  "
+            "Change its categories, titles or least."
+        )
+    return torch.from_numpy(truth)
+
+
+def store_mark(cell: Cell, ask: Ask, tap: Watching[Any, WhoBelongs], made: Made, rounds: NDArray[np.int64]) -> None:
+    """Who has items of a kind; every user who took part is a row.
+
+    auc is of all validation users, and of all others, as values by user. accuracy and exposed: of a holder, the share
+    of the adversaries that claim it, each as many users as there are holders.
+    """
+    users, truth = np.flatnonzero(rounds >= 0), truth_of_mark(made, ask)
+    leader = lookouts_of(made, tap.attack)
+    adversaries = torch.arange(1 if leader is None else len(leader))
+    answer = tap.answer(WhoBelongs(adversaries, torch.arange(made.train.n_users)))
+    valid = is_validation(users, ask.validation)
+    graded, direction = _by_part(answer, truth, leader, users, valid), 1
+    if round(float(np.nanmean(graded["auc"][valid])), 12) < 0.5 if _known(graded["auc"][valid]) else False:
+        answer, direction = torch.where(torch.isfinite(answer), -answer, answer), -1
+        graded = _by_part(answer, truth, leader, users, valid)
+    frame = pl.DataFrame(
+        {
+            "user": users,
+            "valid": valid,
+            "auc": graded["auc"],
+            "accuracy": graded["accuracy"],
+            "exposed": graded["accuracy"],
+            "round": rounds[users],
+            "activity": made.train.activity[users].astype(np.int64),
+        }
+    ).with_columns(pl.col("auc", "accuracy", "exposed").fill_nan(None))
+    replace_table(cell.path / f"{ask.key}.parquet", frame)
+    curve = tap.curve("accuracy").numpy()[:, users]
+    facts = {
+        "reason": None,
+        "vantage": type(tap.vantage).__name__,
+        "knowledge": str(tap.knowledge),
+        "direction": direction,
+        "rounds": tap.rounds.tolist(),
+        "curve": [[None if np.isnan(each) else round(each, 6) for each in row] for row in curve.tolist()],
+        "share": round(float(truth.double().mean()), 6),
+        "roc": [],
+    }
+    store(cell, ask.key, {**_about(ask), **facts})
+
+
+def _by_part(
+    answer: Tensor, truth: Tensor, leader: Tensor | None, users: NDArray[np.int64], valid: NDArray[np.bool_]
+) -> dict[str, NDArray[np.float64]]:
+    """Grades of users: claims among all, AUC among validation users, and among the others."""
+    claims = grade_holders(answer, truth, leader)["accuracy"].numpy()[users]
+    auc = np.full(len(users), np.nan)
+    for part in (valid, ~valid):
+        inside = users[part]
+        place = {int(user): at for at, user in enumerate(inside)}  # -1: somebody of the other part
+        own = None if leader is None else torch.tensor([place.get(int(each), -1) for each in leader])
+        auc[part] = grade_holders(answer[:, inside], truth[inside], own)["auc"].numpy()
+    return {"auc": auc, "accuracy": claims}
+
+
+def _known(values: NDArray[np.float64]) -> bool:
+    return bool((~np.isnan(values)).any())
 
 
 def _auc_of_rows(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> NDArray[np.float64]:

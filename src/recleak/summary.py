@@ -57,6 +57,7 @@ _NULLS = {
     "majority": "who always says the most frequent class",
     "proportional": "who guesses by how frequent the classes are",
     "random users": "who guesses at random",
+    "activity": "who only sees how many item rows each client sends",
     "random peers": "who guesses at random among those it heard of",
 }
 
@@ -137,6 +138,8 @@ def _verdict(audited: Audited, contest: Contest) -> dict[str, Any]:
     }
     who = VANTAGES.get(attack.vantage, attack.vantage)
     what = _WHAT.get(contest.question, f"a user's {contest.question}")
+    if (mark := attack.ask.mark) is not None:
+        what = f"who has {mark.least} or more items of the kind {mark.name!r} from who has not"
     words = f"{who} tells {what} with AUC {_range(value)} ({attack.ask.name})"
     if contest.null is not None:
         null = contest.null
@@ -260,7 +263,7 @@ def _parts(audited: Audited) -> Rows:
     for contest in audited.contests:
         if contest.question == MEMBERSHIP and contest.chosen is not None:
             found += _groups_of(audited, contest.chosen)
-        if contest.question == COMMUNITY:
+        if contest.question == COMMUNITY or any(each.ask.mark is not None for each in contest.attacks):
             found += [row for each in contest.attacks for row in _curve_of(audited, each)]
     return found
 
@@ -273,7 +276,7 @@ def _curve_of(audited: Audited, attack: Attacked) -> Rows:
         values = []
         for facts, frame in zip(attack.facts, attack.users, strict=True):
             part = frame.with_columns(pl.Series("accuracy", facts["curve"][at])).filter(~pl.col("valid"))
-            values.append(per_user(part, "accuracy"))
+            values.append(per_user(part.filter(pl.col("accuracy").is_not_null()), "accuracy"))
         found.append({**key, "part": f"{round + 1:,}", "x": float(round + 1), **audited.estimate(values)})
     return found
 

@@ -10,6 +10,8 @@ A received model is scored on the targets, and an adversary ranks senders by the
                    average (`popularity` must be public); their Jaccard similarity to the targets
     ndcg           each target is ranked against sampled items that are no target: the mean NDCG (as the published code)
     random         a number that has nothing to do with the model: the null
+    activity       how many item rows the sender's first upload has: the null of a server that looks for people who have
+                   some items, since who has many items has any
 
 A score needs the sender's vector. If it is not shared, the adversary has to use another one:
 
@@ -50,14 +52,16 @@ from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.models.mf import GMF
 from recleak.update import Update
-from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Server, ServerMessage, Upload
+from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Push, Server, ServerMessage, Upload
 
-Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random"]
+Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random", "activity"]
 Vector = Literal["sent", "told", "mean", "fitted"]
 Keeping = Literal["latest", "best"]
+Reading = Literal["jaccard", "count"]
 
 UNSEEN = float("-inf")  # the score of who never sent anything
 _RECEIVED, _TOLD, _FITTED = "received/", "told/", "fitted/"  # before the names of components in the state
+_HEAD = "head.1.weight"  # of GMF
 _SAMPLE = 200  # random items whose mean stands for that of all
 _NUMBERS = 1 << 24  # of gathered parameters at a time
 _STEPS, _AGAIN, _RATE = 60, 10, 0.1  # of fitting a vector: the first time, and from round to round
@@ -109,7 +113,9 @@ class _Community:
 
     def _vectors(self, knowledge: Knowledge, state: State, own: Params, m: int) -> Params | None:
         """What models lack; None if nothing was told yet. Who guesses needs none."""
-        return {} if self.scoring == "random" else _vectors(self._way(knowledge), knowledge, state, own, m)
+        if self.scoring in ("random", "activity"):
+            return {}
+        return _vectors(self._way(knowledge), knowledge, state, own, m)
 
     def _way(self, knowledge: Knowledge) -> Vector:
         """Whose vectors are used: what is sent is."""
@@ -259,6 +265,8 @@ class ServerCommunity(_Community):
         received = {name.removeprefix(_RECEIVED): value for name, value in state.items() if name.startswith(_RECEIVED)}
         if not received or not message.update.n_clients:
             return state
+        if self.scoring == "activity":
+            return self._counted(state, message.update)
         if knowledge.model.needs_transitions:
             return self._fold_changes(knowledge, state, message.update, received)
         update, models, own = message.update, dict[str, Tensor](), dict[str, Tensor]()
@@ -304,6 +312,13 @@ class ServerCommunity(_Community):
             score = of_changes(knowledge, self.scoring, *given, told=told, seed=self.seed).flatten()
         return self._with(state, adversary, update.client[model], score)
 
+    def _counted(self, state: State, update: Update) -> State:
+        """With the numbers of rows of those who were not heard of before."""
+        kept = state["score"].clone()
+        new = ~torch.isfinite(kept[0, update.client])
+        kept[:, update.client[new]] = update.offset.diff()[new].float()
+        return {**state, "score": kept}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeerCommunity(_Community):
@@ -319,6 +334,8 @@ class PeerCommunity(_Community):
         super().__post_init__()
         if not 0 <= self.colluders < 1:
             raise ConfigError(f"colluders is {self.colluders}, expected a share of at least 0 and less than 1.")
+        if self.scoring == "activity":
+            raise ConfigError("scoring is 'activity', expected another one: whole models tell no numbers of rows.")
         if self.vector == "fitted":
             raise ConfigError(
                 "vector is 'fitted', expected 'sent', 'told' or 'mean': no model is broadcast in a gossip."
@@ -350,12 +367,19 @@ class PeerCommunity(_Community):
 class CommunityThroughItems:
     """First which items are a client's own, from its uploads, then who is similar to the targets by these: expected
     Jaccard, the overlap and the union each by the probabilities of items. It needs nobody's vector.
+
+    reading "count" instead: the expected number of targets that are the client's, to find who has any.
     """
 
     membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0))
+    reading: Reading = "jaccard"
 
     vantage: ClassVar[type[Server]] = Server
     question: ClassVar[type[WhoBelongs]] = WhoBelongs
+
+    def __post_init__(self) -> None:
+        if self.reading not in get_args(Reading):
+            raise ConfigError(f"reading is {self.reading!r}, expected one of {', '.join(get_args(Reading))}.")
 
     def init(self, knowledge: Knowledge) -> State:
         """As the membership attack."""
@@ -373,11 +397,62 @@ class CommunityThroughItems:
         seen, place = torch.unique(client, return_inverse=True)
         rows = torch.zeros(len(seen), knowledge.n_items).index_put_((place, item), chance)
         targets = targets_of(knowledge)[question.adversary]
-        both = targets @ rows.T
-        near = both / (targets.sum(1, keepdim=True) + rows.sum(1) - both).clamp(min=_TINY)
+        near = _near(targets, rows, self.reading)
         score = torch.full((len(targets), knowledge.n_users), UNSEEN)
         score[:, seen] = near
         return score[:, question.client]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerCommunityThroughItems:
+    """The chain at nodes of a gossip: which item rows did the sender's own training move, and how similar are these
+    items to the targets (Jaccard)? It needs nobody's vector. For matrix factorization (one item table of vectors).
+
+    What a network has in common is taken away: the mean of the other models that the adversary received at the time.
+    A client's own items move along one direction (in GMF along h * u, its negatives against it), so with the user's
+    vector sent, that is the direction; without it, the leading one of what is left, f32[I, d], with the sign that makes
+    few rows large and many small. As many rows as a client has items on average (`popularity` must be public) are taken
+    for its own.
+    """
+
+    keep: Keeping = "latest"
+    colluders: float = 0.0  # as `PeerCommunity` has it
+
+    vantage: ClassVar[type[Peers]] = Peers
+    question: ClassVar[type[WhoBelongs]] = WhoBelongs
+
+    def __post_init__(self) -> None:
+        PeerCommunity(keep=self.keep, colluders=self.colluders)  # the same is wrong with both
+
+    def init(self, knowledge: Knowledge) -> State:
+        """Nobody has sent anything."""
+        return PeerCommunity().init(knowledge)
+
+    def answer(self, knowledge: Knowledge, state: State, question: WhoBelongs) -> Tensor:
+        """The scores as they are kept."""
+        return PeerCommunity().answer(knowledge, state, question)
+
+    def fold(self, knowledge: Knowledge, state: State, message: PeerMessage) -> State:
+        """Score every push for the groups that received it; who received one model only has nothing to compare."""
+        if isinstance(message, Disclosure) or not len(message.model):
+            return state
+        models = message.params[_table(knowledge)]  # f32[m, I, d]
+        direction = _directions(knowledge, message)
+        targets, size = targets_of(knowledge), _mean_items(knowledge)
+        heard = torch.zeros(len(targets), len(models), dtype=torch.bool)
+        adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
+        heard[adversary, message.model[push]] = True
+        heard[heard.sum(1) < 2] = False
+        adversary, model = heard.nonzero(as_tuple=True)
+        if not len(model):
+            return state
+        who, count = torch.unique_consecutive(adversary, return_counts=True)
+        parts = [
+            _of_moved_rows(models, direction, model[start:end], targets[some], size, number)
+            for start, end, some, number in _bounded(who, count, models[0].numel())
+        ]
+        of_model = torch.empty(len(models), dtype=torch.int64).index_copy_(0, message.model, message.sender)
+        return PeerCommunity(keep=self.keep)._with(state, adversary, of_model[model], torch.cat(parts))
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -412,6 +487,83 @@ def colluding(n_users: int, share: float, seed: int) -> Tensor:
         lot = random.bits(seed, "colluders", np.arange(n_users)[:, None], np.arange(n_users)).argsort(1)
         groups.scatter_(1, torch.from_numpy(lot[:, :count].copy()), True)
     return groups
+
+
+def _near(targets: Tensor, chance: Tensor, reading: Reading) -> Tensor:
+    """How near users are to targets by the probabilities that items are theirs, f32[A, I], f32[m, I] -> f32[A, m]."""
+    if reading == "count":
+        return targets @ chance.T
+    both = targets @ chance.T
+    return both / (targets.sum(1, keepdim=True) + chance.sum(1) - both).clamp(min=_TINY)
+
+
+def _bounded(who: Tensor, count: Tensor, size: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Adversaries, i64[A], in groups whose models, so many of each and of this size, fit into memory: places of their
+    pairs from and to, the adversaries, and their counts.
+    """
+    ends = count.cumsum(0)
+    group = ends // max(1, _NUMBERS // size)
+    _, many = torch.unique_consecutive(group, return_counts=True)
+    start = 0
+    for some, number in zip(torch.split(who, many.tolist()), torch.split(count, many.tolist()), strict=True):
+        end = start + int(number.sum())
+        yield start, end, some, number
+        start = end
+
+
+def _of_moved_rows(
+    models: Tensor, direction: Tensor | None, model: Tensor, targets: Tensor, size: int, count: Tensor
+) -> Tensor:
+    """Jaccard of the rows that moved most with the targets, of pairs of an adversary and a model, i64[k] -> f32[k];
+    `count`, i64[A], is how many pairs each adversary has.
+
+    What is left of model s is S_s - (T - S_s) / (n - 1), T the sum of all n; that is n S_s - T but for a factor.
+    """
+    owner = torch.arange(len(count)).repeat_interleave(count)
+    apart = models[model]  # f32[k, I, d], a copy
+    total = apart.new_zeros(len(count), *apart.shape[1:]).index_add_(0, owner, apart)
+    apart.mul_(count[owner].view(-1, 1, 1)).sub_(total[owner])
+    along = leading_direction(apart) if direction is None else direction[model]
+    moved = (apart @ along.unsqueeze(2)).squeeze(2)
+    top = moved.topk(min(size, moved.shape[1]), dim=1).indices
+    both = targets[owner].gather(1, top).sum(1)
+    return both / (targets.sum(1)[owner] + top.shape[1] - both).clamp(min=1)
+
+
+def leading_direction(rows: Tensor) -> Tensor:
+    """The direction in which rows differ most from 0, f32[n, I, d] -> f32[n, d], towards the few large ones: the third
+    moment of the projections is positive.
+    """
+    _, vectors = torch.linalg.eigh(rows.transpose(1, 2) @ rows)
+    along: Tensor = vectors[:, :, -1]
+    cubes = (rows @ along.unsqueeze(2)).squeeze(2).pow(3).sum(1)
+    return along * torch.where(cubes < 0, -1.0, 1.0).unsqueeze(1)
+
+
+def _table(knowledge: Knowledge) -> str:
+    """The one item table, of vectors."""
+    tables = [part for part in knowledge.components if part.storage == "per_item" and part.shared]
+    if len(tables) != 1 or len(tables[0].shape) != 1:
+        names = ", ".join(part.name for part in tables) or "none"
+        raise ConfigError(f"The chain at nodes needs one shared item table of vectors, got {names}.")
+    return tables[0].name
+
+
+def _directions(knowledge: Knowledge, message: Push) -> Tensor | None:
+    """Along which the own items of each sender move in GMF, h * u, f32[m, d]; None where vectors are not sent."""
+    params = message.params
+    if type(knowledge.model) is not GMF or "user" not in params or _HEAD not in params:
+        return None
+    m = len(params["user"])
+    of_model = torch.empty(m, dtype=torch.int64).index_copy_(0, message.model, message.sender)
+    return params["user"][torch.arange(m), of_model] * params[_HEAD].squeeze(-1)
+
+
+def _mean_items(knowledge: Knowledge) -> int:
+    """How many items clients have on average."""
+    if "popularity" not in knowledge.public:
+        raise ConfigError("The attack needs to know how many items clients have on average: make popularity public.")
+    return max(1, round(float(knowledge.public["popularity"].sum()) / knowledge.n_users))
 
 
 def _kept(knowledge: Knowledge) -> list[Component]:
@@ -460,9 +612,7 @@ def _logits(knowledge: Knowledge, models: Params, vectors: Params) -> Tensor:
 
 def _claimed(knowledge: Knowledge, logits: Tensor) -> Tensor:
     """The highest scores of each model, as many as a client has items on average, f32[m, I] of 0 and 1."""
-    if "popularity" not in knowledge.public:
-        raise ConfigError("scoring 'jaccard' needs to know how many items clients have: make popularity public.")
-    count = max(1, round(float(knowledge.public["popularity"].sum()) / knowledge.n_users))
+    count = _mean_items(knowledge)
     top = logits.topk(min(count, logits.shape[1]), dim=1).indices
     return torch.zeros_like(logits).scatter_(1, top, 1.0)
 

@@ -17,7 +17,7 @@ What the paper leaves open, and what is taken here:
     a node's own vector   where vectors are not shared, an adversary scores with its own, which it knows
     utility               HR@20 of every test item against 99 sampled others (the printed values cannot be of a full
                           ranking); the mean over a user's items, then over users
-    DP-SGD                see `defenses.dp_sgd`
+    DP-SGD                see `private`
 
 PRME-G has no published code, so that both variants score it by its mean confidence. What is taken for it:
 
@@ -35,7 +35,7 @@ PRME-G has no published code, so that both variants score it by its mean confide
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -45,22 +45,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import random
+from recleak.accounting import averaging, ledger
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import CommunityThroughItems, PeerCommunity, ServerCommunity, colluding
+from recleak.attacks.community import (
+    CommunityThroughItems,
+    PeerCommunity,
+    PeerCommunityThroughItems,
+    ServerCommunity,
+    colluding,
+)
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.sequences import Transitions, held_out, sequence_split
 from recleak.data.source import open_data
 from recleak.data.split import Split, ratio
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Chain, Defense, parts_of
+from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
 from recleak.defenses.sharing import Share, ShareLess
-from recleak.errors import unknown_name
+from recleak.errors import ConfigError, unknown_name
 from recleak.grading import communities, grade_communities
 from recleak.metrics.next_item import rank_next
 from recleak.metrics.ranking import rank
 from recleak.models.components import Normal
 from recleak.models.mf import GMF
 from recleak.models.prme import PRMEG
+from recleak.papers import cda_sensitive
 from recleak.papers.reproduce import Measured
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.protocols.gossip import Gossip, GossipModel, Precision, train_gossip
@@ -75,6 +84,8 @@ ROUNDS = 200
 CODE = "as-published-code"
 SCALE = {CODE: (100, 5)}  # users, size of a community
 SIZE = 50
+SOME = 100  # adversaries with colluders, for the chain at nodes
+DELTA, CLIP = 1e-6, 2.0  # of Figures 6 and 7
 Scalar = str | int | float | bool
 
 
@@ -99,6 +110,11 @@ class Setting:
     def targets(self) -> Tensor:
         """Everybody is an adversary, whose targets are its own items, f32[U, I]."""
         return torch.from_numpy((self.train.matrix().toarray() > 0).astype(np.float32))
+
+    @property
+    def keeps_vectors(self) -> bool:
+        """Share less: users' vectors stay with them."""
+        return any(isinstance(part, ShareLess) for part in parts_of(self.defense))
 
     def groups(self, share: float) -> Tensor:
         """Each adversary with its colluders, a random share of all nodes, bool[U, U]."""
@@ -143,7 +159,8 @@ def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
     sharing: dict[str, Defense] = {"full": Share(("user",)), "less": ShareLess()}
     if str(run["sharing"]) not in sharing:
         raise unknown_name("sharing", str(run["sharing"]), sharing)
-    return Setting(split, model, sharing[str(run["sharing"])], protocols[how], size, variant, seed)
+    made = Setting(split, model, sharing[str(run["sharing"])], protocols[how], size, variant, seed)
+    return private(made, run)
 
 
 def _learning(
@@ -181,6 +198,74 @@ def _some_users(data: Interactions, count: int, seed: int) -> Interactions:
     return data.restrict(np.isin(data.user, chosen), f"a draw of {count} users")
 
 
+# --- DP-SGD -----------------------------------------------------------------------------------------------------------
+
+
+def private(made: Setting, run: Mapping[str, Scalar]) -> Setting:
+    """The same with noise on gradients, if the run asks for it (section 6.2, Figures 6 and 7).
+
+    `epsilon`: DP-SGD whose noise is the least for this epsilon at a delta of 1e-6 over all trainings of a client, for
+    one example (the text: one data point). In a federation there are as many as rounds. A node trains after every
+    message, and how many it gets is not known before: the noise is for the mean, ticks times peers, and what the
+    busiest node spends is measured (`epsilon-spent`). `dp = "published"`: what the code does instead, which gives no
+    guarantee. With both, and with `averaging = "mean"`, all clients count alike: weights would tell their numbers of
+    items.
+    """
+    known = {"averaging": ("mean",), "dp": ("published",)}
+    for name, values in known.items():
+        if name in run and run[name] not in values:
+            raise unknown_name(name, str(run[name]), values)
+    if "epsilon" in run and "dp" in run:
+        raise ConfigError("Got epsilon and dp = 'published', expected one: the published noise has no epsilon.")
+    protocol = made.protocol
+    noise: Defense | None = None
+    if "epsilon" in run:
+        trainings = protocol.rounds * (1 if isinstance(protocol, Federated) else protocol.degree)
+        epsilon, epochs = float(run["epsilon"]), protocol.local.epochs
+        noise = DPSGD.calibrated(epsilon, DELTA, uploads=trainings, epochs=epochs, clip=CLIP)
+    elif "dp" in run:
+        noise = ClippedMeanNoise()
+    elif "averaging" not in run:
+        return made
+    alike: Federated | Gossip
+    if isinstance(protocol, Federated):
+        alike = replace(protocol, aggregation="mean")
+    else:
+        alike = replace(protocol, weights="equal")
+    return replace(made, protocol=alike, defense=made.defense if noise is None else Chain((made.defense, noise)))
+
+
+def _spent(made: Setting, trained: FederatedModel | GossipModel) -> dict[str, NDArray[np.float64]]:
+    """What DP-SGD really spends in the run, at most: for one example, and for an interaction with its negatives.
+
+    Of the client that trained most; `-typical` of half of them. Nothing where there is no guarantee.
+    """
+    if isinstance(trained, GossipModel):
+        times = np.array(trained.trainings, np.int64)
+    else:
+        times = np.where(made.train.activity > 0, made.protocol.rounds, 0)  # all take part in every round
+    entries = ledger(
+        made.defense,
+        components=made.model.components(),
+        n_items=made.train.n_items,
+        participations=times,
+        training=made.protocol.local,
+        aggregation=averaging(made.protocol),
+        delta=DELTA,
+    )
+    rows = [entry for entry in entries if entry.composed is not None]
+    if len(rows) != 2:
+        return {}
+    example, interaction = rows
+    numbers = {
+        "epsilon-spent": example.composed,
+        "epsilon-typical": example.typical,
+        "epsilon-interaction": interaction.composed,
+        "trainings": float(times.max()),
+    }
+    return {name: np.array([value]) for name, value in numbers.items() if value is not None}
+
+
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -192,15 +277,20 @@ def measure(
     everybody = torch.arange(made.train.n_users)
     truth = communities(made.targets, made.train, made.size, everybody)
     taps: dict[str, Watching[Any, WhoBelongs]] = {}
+    marks = cda_sensitive.marks_of(str(run["data"])) if any("targets" in ask for ask in asks) else ()
     for ask in asks:
         if (key := _key(ask)) is not None and key not in taps:
-            taps[key] = _tap(made, ask, truth)
+            taps[key] = cda_sensitive.tap(made, ask, marks) if "targets" in ask else _tap(made, ask, truth)
     start = perf_counter()
     trained = _train(made, list(taps.values()), threads)
     seconds = perf_counter() - start
     for ask in asks:
         if ask.get("measure") == "utility":
-            yield Measured(_utility(made, trained), seconds=seconds)
+            yield Measured({**_utility(made, trained), **_spent(made, trained)}, seconds=seconds)
+        elif "targets" in ask:
+            key = _key(ask)
+            unknown = cda_sensitive.unknown(made, marks)
+            yield unknown if key is None else cda_sensitive.measured(taps[key], marks, seconds)
         elif ask.get("attack") == "random":
             yield Measured(_random(truth, made), seconds=0.0)
         else:
@@ -209,7 +299,7 @@ def measure(
 
 
 def _train(made: Setting, taps: list[Watching[Any, WhoBelongs]], threads: int) -> FederatedModel | GossipModel:
-    told = range(made.train.n_users) if isinstance(made.defense, ShareLess) else ()
+    told = range(made.train.n_users) if made.keeps_vectors else ()
     if isinstance(made.protocol, Gossip):
         return train_gossip(
             made.protocol,
@@ -250,13 +340,15 @@ def _tap(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[An
     def grade(answer: Tensor) -> dict[str, Tensor]:
         return grade_communities(answer, truth, made.size, everybody)
 
+    if ask["attack"] == "chain" and isinstance(made.protocol, Gossip):
+        return _chain_of_peers(made, ask, truth)
     if ask["attack"] == "chain":
         rounds = {*range(10), *range(9, made.protocol.rounds, 10)}  # it is the same after everybody's first upload
         return Watching(Server(), CommunityThroughItems(), made.knowledge(), question, grade, rounds)
     public = {"excluded": made.targets} if ask.get("disjoint") else {}
     as_coded = made.variant == CODE and not made.model.needs_transitions
     scoring: Any = ask.get("scoring", "ndcg" if as_coded else "confidence")
-    vector: Any = ask.get("vector", "told" if isinstance(made.defense, ShareLess) else "sent")
+    vector: Any = ask.get("vector", "told" if made.keeps_vectors else "sent")
     keep: Any = ask.get("keep", "latest")
     if not isinstance(made.protocol, Gossip):
         attack = ServerCommunity(scoring=scoring, vector=vector, keep=keep, seed=made.seed)
@@ -264,6 +356,21 @@ def _tap(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[An
     groups = made.groups(float(ask.get("colluders", 0.0)))
     peer = PeerCommunity(scoring=scoring, vector=vector, keep=keep, seed=made.seed)
     return Watching(Peers(groups), peer, made.knowledge(groups=groups, **public), question, grade)
+
+
+def _chain_of_peers(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[Any, WhoBelongs]:
+    """At single nodes, or for some adversaries with colluders: each has hundreds of models in a tick."""
+    share, users = float(ask.get("colluders", 0.0)), made.train.n_users
+    who = torch.from_numpy(random.bits(made.seed, "some adversaries", np.arange(users)).argsort()[:SOME].copy())
+    who = who if share else torch.arange(users)
+    groups = made.groups(share)[who]
+
+    def grade(answer: Tensor) -> dict[str, Tensor]:
+        return grade_communities(answer, truth[who], made.size, who)
+
+    known = made.knowledge(groups=groups, targets=made.targets[who])
+    question = WhoBelongs(torch.arange(len(who)), torch.arange(users))
+    return Watching(Peers(groups), PeerCommunityThroughItems(), known, question, grade)
 
 
 def _measured(tap: Watching[Any, WhoBelongs], seconds: float) -> Measured:

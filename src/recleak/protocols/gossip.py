@@ -57,6 +57,7 @@ from recleak.wire import Push
 
 Peering = Literal["random", "personal"]
 Merging = Literal["pairwise", "together"]
+Weights = Literal["data", "equal"]
 Precision = Literal["float32", "float16"]
 Tamper: TypeAlias = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # from what a node has to what it sends
 _WAVES = 1 << 20  # numbers of visits in one tick: more than anybody gets messages
@@ -70,8 +71,9 @@ class Gossip:
     """How nodes find each other, what may go wrong on the way, and what they do with what arrives.
 
     merging "pairwise": message after message, as they arrive; "together": all that arrived in a tick, then one
-    training. Weights of a merge are numbers of positives, or with personal peers the performance on the node's own
-    validation items, of its own and of the received parameters.
+    training.
+    weights of a merge "data": numbers of positives, or with personal peers the performance on the node's own validation
+    items, of its own and of the received parameters; "equal": all count alike, and nobody tells how many items it has.
     delay: a message is so many ticks late at most, drawn uniformly. loss: the chance that it never arrives. churn: the
     chance that a node sleeps through a tick: it neither sends nor hears.
     precision: in which nodes hold what they share; they train in float32.
@@ -83,6 +85,7 @@ class Gossip:
     peers: Peering = "random"
     stay: int = 2  # of personal peers
     merging: Merging = "pairwise"
+    weights: Weights = "data"
     delay: int = 0
     loss: float = 0.0
     churn: float = 0.0
@@ -94,7 +97,7 @@ class Gossip:
         for name, least in (("rounds", 0), ("degree", 1), ("refresh", 1), ("stay", 0), ("delay", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least {least}.")
-        for name, kind in (("peers", Peering), ("merging", Merging), ("precision", Precision)):
+        for name, kind in (("peers", Peering), ("merging", Merging), ("weights", Weights), ("precision", Precision)):
             if getattr(self, name) not in get_args(kind):
                 raise unknown_name(name, getattr(self, name), get_args(kind))
         for name in ("loss", "churn"):
@@ -534,7 +537,9 @@ class _Run:
 
     def _weights(self, wave: _Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
         """The share of each message, f32[n], and of each node's own parameters, f32[C] (eq. 8)."""
-        if self.panel is None:
+        if self.protocol.weights == "equal":
+            message, mine = torch.ones(len(wave.sender)), torch.ones(len(nodes))
+        elif self.panel is None:
             message, mine = self.positives[wave.sender], self.positives[nodes]
         else:
             message, mine = torch.from_numpy(self.known[wave.receiver, wave.sender]), torch.from_numpy(own[nodes])

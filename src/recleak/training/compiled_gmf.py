@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recleak.defenses.base import Defense, hooks, parts_of
+from recleak.defenses.base import Defense, hooks
 from recleak.kernels_gmf import adam_step, clipped_sums, count_rows, gmf_visits, judge_models, place_rows
 from recleak.models.base import Params
 from recleak.models.mf import GMF
@@ -50,11 +51,8 @@ def fits(task: Task, device: torch.device) -> bool:
 
 
 def _knows(defense: Defense) -> bool:
-    """Whether nothing of a defense acts between the steps but the clipping of examples and noise on their sum."""
-    if defense.example_bound is None:
-        return not hooks(defense) & {"penalty", "gradient", "epoch", "features"}
-    own = (type(part).gradient is not Defense.gradient for part in parts_of(defense))
-    return not hooks(defense) & {"penalty", "epoch", "features"} and not any(own)
+    """Whether nothing of a defense acts between the steps but on gradients, of examples, their sum or their mean."""
+    return not hooks(defense) & {"penalty", "epoch", "features"}
 
 
 def train_gmf(
@@ -72,11 +70,11 @@ def train_gmf(
     before, begin = table.clone(), {name: value.clone() for name, value in small.values.items()}
     rows = [each.numpy() for each in (table, *moments)]
     bounds = offset[:-1].numpy(), offset[1:].numpy()
-    if task.defense.example_bound is None:
+    if "gradient" not in hooks(task.defense):
         loss = _walk(task, small, rows, row, bounds, data)
     else:
         whole = Update(client, small.values, {"item": table}, item, offset, data.n_items, received)
-        loss = _walk_private(task, small, whole, moments, row, data, streams)
+        loss = _walk_hooked(task, small, whole, moments, row, data, streams)
     changed = {name: small.values[name] - begin[name] for name in small.shared}
     update = Update(client, changed, {"item": table - before}, item, offset, data.n_items, received)
     if not adam.keep:
@@ -128,7 +126,7 @@ def judge_nodes(
 def direct(task: Task, precision: torch.dtype) -> bool:
     """Whether nodes can train in place: nothing acts on what they change, and tables are as the loop needs them."""
     adam = task.training.optimizer
-    acts = hooks(task.defense) & {"upload", "data"} or task.defense.example_bound is not None
+    acts = hooks(task.defense) & {"upload", "data", "gradient"}
     plain = fits(task, torch.device("cpu")) and not acts
     return plain and adam.keep and precision == torch.float32
 
@@ -209,7 +207,7 @@ def _walk(
     return loss
 
 
-def _walk_private(
+def _walk_hooked(
     task: Task,
     small: _Small,
     whole: Update,
@@ -218,12 +216,13 @@ def _walk_private(
     data: LocalData,
     streams: Streams,
 ) -> Tensor:
-    """All steps with clipped examples and the hook on their sum; `whole` is what clients have, changed in place."""
-    adam, clip = _adam(task), task.defense.example_bound
-    if clip is None:
-        raise AssertionError("only asked where examples are clipped")
+    """All steps with clipped examples, where they are, and the hooks on their sum and their mean; `whole` is what
+    clients have, changed in place.
+    """
+    adam, defense = _adam(task), task.defense
+    clip = inf if defense.example_bound is None else defense.example_bound
     clients, size = len(data.client), torch.from_numpy(data.count)
-    loss, noisy = torch.zeros(clients), "batch_sum" in hooks(task.defense)
+    loss, noisy = torch.zeros(clients), defense.example_bound is not None and "batch_sum" in hooks(defense)
 
     def divided(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
         return tensor / (size if owner is None else size[owner]).reshape(-1, *[1] * (tensor.dim() - 1))
@@ -237,8 +236,9 @@ def _walk_private(
             clip, total.rows["item"].numpy(), of_user, of_head, of_bias[:, 0], loss.numpy(),
         )  # fmt: skip
         if noisy:
-            total = task.defense.batch_sum(total, streams.at(step).within("batch_sum"))
-        _step_all(adam, whole, {**small.moments, "item": moments}, total.map(divided), small.steps + step + 1)
+            total = defense.batch_sum(total, streams.at(step).within("batch_sum"))
+        mean = defense.gradient(total.map(divided), streams.at(step).within("gradient"))
+        _step_all(adam, whole, {**small.moments, "item": moments}, mean, small.steps + step + 1)
     return loss / small.epochs
 
 
