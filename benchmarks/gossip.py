@@ -56,19 +56,19 @@ def main() -> None:
     table = Table(title=f"GMF on ML-100K, {rounds} rounds, 943 adversaries in each")
     for heading in ("", "seconds", "CPU s", "best accuracy", "a round, CPU s", "the general way, CPU s"):
         table.add_column(heading, justify="left" if not heading else "right")
-    rows, total = [], 0.0
+    load, all_of = os.getloadavg()[0], {kind: measured(kind, rounds) for kind in KINDS}
+    total, peak = sum(each[0] for each in all_of.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    rows = []
     for kind, name in KINDS.items():
-        seconds, busy, accuracy = measured(kind, rounds)
-        total += seconds
+        seconds, busy, accuracy = all_of[kind]
         fast = per_round(kind)
         with patch.object(cohort, "fits", lambda *_: False), patch.object(gossip, "direct", lambda *_: False):
             slow = per_round(kind)
         rows.append({"kind": kind, "seconds": seconds, "cpu": busy, "round": fast, "general": slow})
         table.add_row(name, f"{seconds:.0f}", f"{busy:.0f}", f"{accuracy:.3f}", f"{fast:.2f}", f"{slow:.2f}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     console = Console()
     console.print(table)
-    console.print(f"In all {total:.0f} s, peak memory {peak:.2f} GiB, load before {os.getloadavg()[0]:.1f}")
+    console.print(f"In all {total:.0f} s, peak memory {peak:.2f} GiB, load before {load:.1f}")
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps({"rounds": rounds, "rows": rows, "peak GiB": peak}, indent=1) + "\n")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -82,3 +82,19 @@ def test_after_an_error_of_the_sender_what_waits_is_not_heard() -> None:
     with pytest.raises(RuntimeError, match="sender"):
         send(tap, 2, fails=True)
     assert tap.heard == [0], "what was begun is heard to its end"
+
+
+def test_several_messages_are_made_where_they_are_heard() -> None:
+    tap, made = Slow(), list[int]()
+    tap.allowed.set()
+
+    def messages() -> Iterator[Broadcast]:
+        for round in range(3):
+            made.append(threading.get_ident())
+            assert tap.heard == list(range(round)), "one by one"
+            yield message(round)
+
+    with feeding([tap]) as feed:
+        feed.send_all(messages())
+    assert tap.heard == [0, 1, 2]
+    assert set(made) == {tap.thread}

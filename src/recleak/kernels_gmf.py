@@ -71,6 +71,7 @@ def gmf_visits(
     """All steps of all clients, each on all of its examples, in place; the mean loss of each."""
     d = table.shape[1]
     turned, lean, gradient = np.empty(d, np.float32), np.empty(d, np.float32), np.empty(d, np.float32)
+    flat, flat_mean, flat_square = table.reshape(-1), table_mean.reshape(-1), table_square.reshape(-1)
     b1, b2 = np.float32(beta1), np.float32(beta2)
     for c in range(user.shape[0]):
         begin, end = first_row[c], last_row[c]
@@ -95,13 +96,13 @@ def gmf_visits(
                 chance = 1 / (1 + small) if score >= 0 else small / (1 + small)
                 slope = share * (np.float32(chance) - label[e])
                 tilt += slope
-                mine = push[row[e] - begin]
+                pushed = push[row[e] - begin]
                 for j in range(d):
-                    mine[j] += slope * turned[j]
+                    pushed[j] += slope * turned[j]
                     lean[j] += slope * q[j]
             size = np.float32(first * rates[0])
-            for n in range(begin, end):
-                _adam(table[n], table_mean[n], table_square[n], push[n - begin], size, root, eps, b1, b2)
+            mine = slice(begin * d, end * d)  # all rows as one: a vector instruction takes several of their numbers
+            _adam(flat[mine], flat_mean[mine], flat_square[mine], push.reshape(-1), size, root, eps, b1, b2)
             for j in range(d):
                 gradient[j] = lean[j] * head[c, j]
                 lean[j] *= user[c, j]
@@ -155,11 +156,13 @@ def adam_step(
     rate: float, beta1: float, beta2: float, epsilon: float,
 ) -> None:  # fmt: skip
     """One step of Adam on the rows of clients."""
+    d, b1, b2 = value.shape[1], np.float32(beta1), np.float32(beta2)
+    flat, flat_mean, flat_square, along = value.reshape(-1), mean.reshape(-1), square.reshape(-1), gradient.reshape(-1)
     for c in range(age.shape[0]):
         size = np.float32(rate / (1 - beta1 ** age[c]))
         root, eps = np.float32(sqrt(1 - beta2 ** age[c])), np.float32(epsilon)
-        for n in range(first_row[c], last_row[c]):
-            _adam(value[n], mean[n], square[n], gradient[n], size, root, eps, np.float32(beta1), np.float32(beta2))
+        mine = slice(first_row[c] * d, last_row[c] * d)
+        _adam(flat[mine], flat_mean[mine], flat_square[mine], along[mine], size, root, eps, b1, b2)
 
 
 @compiled
@@ -223,6 +226,21 @@ def judge_models(
                 gains += 1 / np.log2(rank + 2)
         size = max(end - begin, 1)
         out[k] = hits / size * gains / size
+
+
+@compiled
+def score_items(
+    table: F32, turned: F32, bias: F32,  # f32[m, I, d], f32[m, d], f32[m]: of models, with h * e_u for a user's vector
+    out: F32,  # f32[m, I]
+) -> None:  # fmt: skip
+    """The scores of all items by models."""
+    for m in range(table.shape[0]):
+        rows, mine = table[m], turned[m]
+        for i in range(rows.shape[0]):
+            score = bias[m]
+            for j in range(mine.shape[0]):
+                score += mine[j] * rows[i, j]
+            out[m, i] = score
 
 
 @compiled

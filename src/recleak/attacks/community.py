@@ -47,7 +47,7 @@ from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.attacks.transitions import fitted as fitted_to_transitions
 from recleak.attacks.transitions import of_changes, of_models
 from recleak.errors import ConfigError
-from recleak.kernels_gmf import score_pairs
+from recleak.kernels_gmf import score_items, score_pairs
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.models.mf import GMF
@@ -61,12 +61,12 @@ Reading = Literal["jaccard", "count"]
 
 UNSEEN = float("-inf")  # the score of who never sent anything
 _RECEIVED, _TOLD, _FITTED = "received/", "told/", "fitted/"  # before the names of components in the state
-_HEAD = "head.1.weight"  # of GMF
 _SAMPLE = 200  # random items whose mean stands for that of all
 _NUMBERS = 1 << 24  # of gathered parameters at a time
 _STEPS, _AGAIN, _RATE = 60, 10, 0.1  # of fitting a vector: the first time, and from round to round
 _FEW = 100  # targets that it is fitted to
 _TINY = 1e-12
+_WEIGHT, _BIAS = "head.1.weight", "head.1.bias"  # of GMF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +205,8 @@ class _Community:
         """The same for generalized matrix factorization."""
         owner, item = targets.nonzero(as_tuple=True)
         offset = torch.searchsorted(owner, torch.arange(len(targets) + 1))
-        head, out = models["head.1.weight"].squeeze(-1), torch.empty(len(adversary))
-        bias = models["head.1.bias"].squeeze(-1) if "head.1.bias" in models else torch.zeros(len(head))
+        head, out = models[_WEIGHT].squeeze(-1), torch.empty(len(adversary))
+        bias = models[_BIAS].squeeze(-1) if _BIAS in models else torch.zeros(len(head))
         given = (models["item"], head, bias, vector, item, offset, sample, adversary, model)
         chances, standard = self.scoring != "standardized", self.scoring == "standardized"
         score_pairs(*(each.contiguous().numpy() for each in given), chances, standard, out.numpy())
@@ -276,7 +276,8 @@ class ServerCommunity(_Community):
             whole = received[part.name]
             if part.storage == "per_item":
                 table = whole.expand(update.n_clients, *whole.shape).clone()
-                table[update.owner, update.item] += update.rows[part.name]
+                place = update.owner * len(whole) + update.item
+                table.flatten(0, 1).index_add_(0, place, update.rows[part.name])
                 models[part.name] = table
             elif part.storage == "per_user":
                 own[part.name] = whole[update.client] + update.values[part.name]
@@ -552,11 +553,11 @@ def _table(knowledge: Knowledge) -> str:
 def _directions(knowledge: Knowledge, message: Push) -> Tensor | None:
     """Along which the own items of each sender move in GMF, h * u, f32[m, d]; None where vectors are not sent."""
     params = message.params
-    if type(knowledge.model) is not GMF or "user" not in params or _HEAD not in params:
+    if type(knowledge.model) is not GMF or "user" not in params or _WEIGHT not in params:
         return None
     m = len(params["user"])
     of_model = torch.empty(m, dtype=torch.int64).index_copy_(0, message.model, message.sender)
-    return params["user"][torch.arange(m), of_model] * params[_HEAD].squeeze(-1)
+    return params["user"][torch.arange(m), of_model] * params[_WEIGHT].squeeze(-1)
 
 
 def _mean_items(knowledge: Knowledge) -> int:
@@ -600,6 +601,12 @@ def _nothing_known(clients: int, items: int) -> Batch:
 def _logits(knowledge: Knowledge, models: Params, vectors: Params) -> Tensor:
     """The scores of all items by m models, f32[m, I]."""
     m = len(next(iter(models.values())))
+    if type(knowledge.model) is GMF:
+        table, out = models["item"], torch.empty(m, knowledge.n_items)
+        both = {**models, **vectors}
+        turned, bias = both[_WEIGHT].squeeze(-1) * both["user"], both.get(_BIAS, torch.zeros(m, 1)).squeeze(-1)
+        score_items(*(each.contiguous().numpy() for each in (table, turned, bias, out)))
+        return out
     batch = _nothing_known(m, knowledge.n_items)
     neighbors = {
         part.name: models[part.name].new_zeros(m, *part.shape)

@@ -319,7 +319,8 @@ class _Run:
         total = Summation(self.params, components, count_rows=protocol.aggregation == "touched-mean")
         loss = 0.0
         blocks = [participants[start : start + BLOCK] for start in range(0, len(participants), BLOCK)]
-        chunks = [self._chunks(block, session.width) for block in blocks]
+        width = session.width if len(blocks) < session.width else 1  # or whole blocks are enough work for everybody
+        chunks = [self._chunks(block, width) for block in blocks]
         works = (Work(self.round, self.store.read(chunk).to(self.device)) for cut in chunks for chunk in cut)
         with closing(session.map(self.params, works)) as results:
             for cut in chunks:

@@ -314,13 +314,14 @@ class _Run:
         arrivals = self._arrivals(awake)
         if len(self.confidants):
             self.feed.send(self.store.disclosed(self.confidants))
-        self._show(arrivals)
+        self.feed.send_all(self._pushes(arrivals))
         loss, visits = 0.0, 0
         for number, wave in enumerate(self._waves(arrivals)):
             total, count = self._wave(session, wave, number)
             loss, visits = loss + total, visits + count
         self.loss.append(loss / visits if visits else float("nan"))
         self.visits.append(visits)
+        self.feed.wait()  # it reads what was sent in this tick
         self.tick += 1
 
     # Sending.
@@ -383,10 +384,8 @@ class _Run:
         mail = _Mail.join(self.due.pop(self.tick, []))
         return mail.select(awake[mail.receiver])
 
-    def _show(self, arrivals: _Mail) -> None:
-        """Hand what arrives to the taps, so many senders at a time that memory is bounded."""
-        if not self.taps:
-            return
+    def _pushes(self, arrivals: _Mail) -> Iterator[Push]:
+        """What arrives as messages, of so many senders at a time that memory is bounded."""
         step = _together(self.task.components, self.train.n_users, self.train.n_items, _PIECE)
         for sent, place in arrivals.by_tick():
             batch = arrivals.select(place)
@@ -397,7 +396,7 @@ class _Run:
                 row = torch.from_numpy(np.searchsorted(some, batch.sender[mine]))
                 params = {n: v[torch.from_numpy(some)].float() for n, v in self.snapshots[sent].items()}
                 sender, receiver = torch.from_numpy(batch.sender[mine]), torch.from_numpy(batch.receiver[mine])
-                self.feed.send(Push(self.tick, sender, receiver, params, row))
+                yield Push(self.tick, sender, receiver, params, row)
 
     # Receiving.
 

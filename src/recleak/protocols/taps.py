@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from recleak.recording import Tap
 from recleak.wire import Message
 
-_AHEAD = 2  # messages that wait to be heard; what they hold must not change before
+_AHEAD = 2  # what waits to be heard; what it holds must not change before
 
 
 class Feed:
@@ -23,9 +23,13 @@ class Feed:
 
     def send(self, message: Message) -> None:
         """Hand a message to all taps, soon; an error of a tap for an earlier message is raised here."""
+        self.send_all((message,))
+
+    def send_all(self, messages: Iterable[Message]) -> None:
+        """The same for several, which are made one by one when they are to be heard."""
         if self._taps:
             self._wait(_AHEAD - 1)
-            self._pending.append(self._thread.submit(self._hear, message))
+            self._pending.append(self._thread.submit(self._hear, messages))
 
     def wait(self) -> None:
         """Until all that was sent has been heard."""
@@ -35,12 +39,13 @@ class Feed:
         """What has not been heard yet will not be."""
         self._stopped = True
 
-    def _hear(self, message: Message) -> None:
-        if self._stopped:
-            return
+    def _hear(self, messages: Iterable[Message]) -> None:
         try:
-            for tap in self._taps:
-                tap.receive(message)
+            for message in messages:
+                for tap in self._taps:
+                    if self._stopped:
+                        return
+                    tap.receive(message)
         except BaseException:
             self._stopped = True  # what comes after a message that was not heard would mean something else
             raise
