@@ -1,8 +1,9 @@
 """A federation and two gossips of all 943 users of ML-100K, with every user as an adversary in every round.
 
 `python benchmarks/gossip.py [ROUNDS]` trains GMF for so many rounds each (200), scores every received model on the
-items of every adversary (CDA, eq. 10), grades it, prints the table and writes `benchmarks/out/gossip.json`. For the
-compiled loops against the general way, a round of each is also measured without them, in the process's CPU time.
+items of every adversary (CDA, eq. 10), grades it, prints the time and a table and writes `benchmarks/out/gossip.json`.
+For the compiled loops against the general way, a round of each is also measured without them, in the process's CPU
+time.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def main() -> None:
         table.add_column(heading, justify="left" if not heading else "right")
     load, all_of = os.getloadavg()[0], {kind: measured(kind, rounds) for kind in KINDS}
     total, peak = sum(each[0] for each in all_of.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    console = Console()
+    console.print(f"In all {total:.0f} s, peak memory {peak:.2f} GiB, load before {load:.1f}")
     rows = []
     for kind, name in KINDS.items():
         seconds, busy, accuracy = all_of[kind]
@@ -66,9 +69,7 @@ def main() -> None:
             slow = per_round(kind)
         rows.append({"kind": kind, "seconds": seconds, "cpu": busy, "round": fast, "general": slow})
         table.add_row(name, f"{seconds:.0f}", f"{busy:.0f}", f"{accuracy:.3f}", f"{fast:.2f}", f"{slow:.2f}")
-    console = Console()
     console.print(table)
-    console.print(f"In all {total:.0f} s, peak memory {peak:.2f} GiB, load before {load:.1f}")
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps({"rounds": rounds, "rows": rows, "peak GiB": peak}, indent=1) + "\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -316,6 +317,9 @@ def test_the_chain_at_a_node_finds_the_rows_that_moved(shared: bool) -> None:
     knowledge, push, mine = moved(shared)
     attack = PeerCommunityThroughItems()
     state = attack.fold(knowledge, attack.init(knowledge), push)
+    assert not bool(torch.isfinite(state["score"]).any()), "there was nothing to compare with"
+    for half in (torch.arange(11) < 4, torch.arange(11) >= 4):  # however a tick is cut into messages
+        state = attack.fold(knowledge, state, replace(push.select(half), round=1))
     score = attack.answer(knowledge, state, WhoBelongs(torch.arange(1), torch.arange(12)))[0]
     truth = torch.zeros(12)
     for sender in range(1, 12):
@@ -326,8 +330,16 @@ def test_the_chain_at_a_node_finds_the_rows_that_moved(shared: bool) -> None:
     assert float(score[1]) == 1.0
 
 
-def test_a_node_that_received_one_model_has_nothing_to_compare() -> None:
+def test_what_was_received_in_later_ticks_counts_more() -> None:
     knowledge, push, _ = moved(shared=False)
-    one = push.select(torch.arange(11) == 4)
     attack = PeerCommunityThroughItems()
-    assert not bool(torch.isfinite(attack.fold(knowledge, attack.init(knowledge), one)["score"]).any())
+    state, tables = attack.init(knowledge), list[Tensor]()
+    for tick, some in enumerate(([0, 1, 2], [3], [4, 5], [6])):
+        one = replace(push.select(torch.tensor(some)), round=tick)
+        state = attack.fold(knowledge, state, one)
+        tables.append(one.params["item"])
+    weight, total = 0.0, torch.zeros_like(tables[0][0])
+    for each in tables[:3]:
+        weight, total = weight / 2 + len(each), total / 2 + each.sum(0)
+    torch.testing.assert_close(state["common"][0], total / weight)
+    torch.testing.assert_close(state["weight"], torch.tensor([weight]))

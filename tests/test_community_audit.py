@@ -114,7 +114,8 @@ def test_accuracy_over_rounds_and_exposure_of_victims(whole: tuple[Findings, Pat
 @pytest.mark.heavy
 def test_the_ledger_counts_every_training(data: str, tmp_path: Path) -> None:
     federated, gossip = table(data)["protocol"]
-    protocols = [{**federated, "aggregation": "mean"}, gossip]  # weights would tell how many items a client has
+    # Weights would tell how many items a client has.
+    protocols = [{**federated, "aggregation": "mean"}, {**gossip, "weights": "equal"}]
     changes = {"defenses": [{"use": "dp-sgd", "noise_multiplier": 1.0}], "seeds": 1, "protocol": protocols}
     findings = audit_run(experiment(table(data, **changes)), tmp_path / "run", command="test")
     times = {row["protocol"]: row["times"] for row in findings.ledger.drop_nulls("times").to_dicts()}

@@ -244,6 +244,28 @@ def score_items(
 
 
 @compiled
+def score_changed(
+    table: F32,  # f32[I, d]: what all clients received
+    change: F32, item: I64, offset: I64,  # f32[N, d], i64[N], i64[C + 1]: what they changed of it
+    turned: F32, bias: F32,  # f32[C, d], f32[C]
+    out: F32,  # f32[C, I]
+) -> None:  # fmt: skip
+    """The same where models are changes of one table."""
+    for c in range(turned.shape[0]):
+        mine = turned[c]
+        for i in range(table.shape[0]):
+            score = bias[c]
+            for j in range(mine.shape[0]):
+                score += mine[j] * table[i, j]
+            out[c, i] = score
+        for n in range(offset[c], offset[c + 1]):
+            more = np.float32(0)
+            for j in range(mine.shape[0]):
+                more += mine[j] * change[n, j]
+            out[c, item[n]] += more
+
+
+@compiled
 def score_pairs(
     table: F32, head: F32, bias: F32,  # f32[m, I, d], f32[m, d], f32[m]: of models
     vector: F32,  # f32[A, d]: of adversaries

@@ -62,7 +62,7 @@ class Watching(Listening[M, Q], Generic[M, Q]):
             return
         self._rounds.append(self._now)
         for name, value in self._grade(self.answer(self._question)).items():
-            self._told.setdefault(name, []).append(value)
+            self._told.setdefault(name, []).append(value.clone())  # made among large tensors, it keeps their memory
 
     @property
     def rounds(self) -> Tensor:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.attacks.transitions import fitted as fitted_to_transitions
 from recleak.attacks.transitions import of_changes, of_models
 from recleak.errors import ConfigError
-from recleak.kernels_gmf import score_items, score_pairs
+from recleak.kernels_gmf import score_changed, score_items, score_pairs
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.models.mf import GMF
@@ -132,12 +132,20 @@ class _Community:
         return {**state, "score": kept}
 
     def _scores(
-        self, knowledge: Knowledge, models: Params, vectors: Params, sender: Tensor, adversary: Tensor, model: Tensor
+        self,
+        knowledge: Knowledge,
+        models: Params,
+        vectors: Params,
+        sender: Tensor,
+        adversary: Tensor,
+        model: Tensor,
+        changes: _Changes | None = None,
     ) -> Tensor:
         """Of pairs of an adversary and a model, i64[k] twice -> f32[k].
 
         `models` has dense components as f32[m, *shape], tables as f32[m, I, *shape], and `sender` says whose they are,
         i64[m]; `vectors` are what users have of their own, of senders, f32[m, *shape], or of adversaries, f32[A, ...].
+        `changes` may stand for a table.
         """
         if self.scoring == "random":
             lot = random.uniform(self.seed, "random users", adversary.numpy(), sender[model].numpy())
@@ -149,7 +157,7 @@ class _Community:
         targets = targets_of(knowledge)
         if told:
             return self._of_pairs(knowledge, models, vectors, targets, adversary, model)
-        logits = _logits(knowledge, models, vectors)  # f32[m, I]
+        logits = _logits(knowledge, models, vectors, changes)  # f32[m, I]
         if self.scoring == "ndcg":
             return self._ndcg(logits, targets)[adversary, model]
         if "excluded" in knowledge.public:
@@ -270,8 +278,10 @@ class ServerCommunity(_Community):
         if knowledge.model.needs_transitions:
             return self._fold_changes(knowledge, state, message.update, received)
         update, models, own = message.update, dict[str, Tensor](), dict[str, Tensor]()
+        direct = type(knowledge.model) is GMF and self._way(knowledge) in ("sent", "mean")
+        changes = _Changes(received["item"], update) if direct else None
         for part in knowledge.components:
-            if not part.shared:
+            if not part.shared or (part.storage == "per_item" and direct):
                 continue
             whole = received[part.name]
             if part.storage == "per_item":
@@ -289,7 +299,7 @@ class ServerCommunity(_Community):
         adversaries = len(targets_of(knowledge))
         adversary = torch.arange(adversaries).repeat_interleave(update.n_clients)
         model = torch.arange(update.n_clients).repeat(adversaries)
-        score = self._scores(knowledge, models, vectors, update.client, adversary, model)
+        score = self._scores(knowledge, models, vectors, update.client, adversary, model, changes)
         return self._with(state, adversary, update.client[model], score)
 
     def _fold_changes(self, knowledge: Knowledge, state: State, update: Update, received: Params) -> State:
@@ -409,11 +419,11 @@ class PeerCommunityThroughItems:
     """The chain at nodes of a gossip: which item rows did the sender's own training move, and how similar are these
     items to the targets (Jaccard)? It needs nobody's vector. For matrix factorization (one item table of vectors).
 
-    What a network has in common is taken away: the mean of the other models that the adversary received at the time.
-    A client's own items move along one direction (in GMF along h * u, its negatives against it), so with the user's
-    vector sent, that is the direction; without it, the leading one of what is left, f32[I, d], with the sign that makes
-    few rows large and many small. As many rows as a client has items on average (`popularity` must be public) are taken
-    for its own.
+    What a network has in common is taken away: the mean of the models that the adversary received in earlier ticks,
+    where each tick counts twice as much as the one before. A client's own items move along one direction (in GMF along
+    h * u, its negatives against it), so with the user's vector sent, that is the direction; without it, the leading one
+    of what is left, f32[I, d], with the sign that makes few rows large and many small. As many rows as a client has
+    items on average (`popularity` must be public) are taken for its own. It holds two item tables for each adversary.
     """
 
     keep: Keeping = "latest"
@@ -427,33 +437,38 @@ class PeerCommunityThroughItems:
 
     def init(self, knowledge: Knowledge) -> State:
         """Nobody has sent anything."""
-        return PeerCommunity().init(knowledge)
+        adversaries = len(targets_of(knowledge))
+        part = next(part for part in knowledge.components if part.name == _table(knowledge))
+        nothing = torch.zeros(adversaries, knowledge.n_items, *part.shape)
+        state = {"common": nothing, "weight": torch.zeros(adversaries), "tick": torch.tensor([-1])}
+        return {**PeerCommunity().init(knowledge), **state, "sum": nothing, "count": torch.zeros(adversaries)}
 
     def answer(self, knowledge: Knowledge, state: State, question: WhoBelongs) -> Tensor:
         """The scores as they are kept."""
         return PeerCommunity().answer(knowledge, state, question)
 
     def fold(self, knowledge: Knowledge, state: State, message: PeerMessage) -> State:
-        """Score every push for the groups that received it; who received one model only has nothing to compare."""
+        """Score every push for the groups that received it, if they received something before this tick."""
         if isinstance(message, Disclosure) or not len(message.model):
             return state
-        models = message.params[_table(knowledge)]  # f32[m, I, d]
-        direction = _directions(knowledge, message)
-        targets, size = targets_of(knowledge), _mean_items(knowledge)
-        heard = torch.zeros(len(targets), len(models), dtype=torch.bool)
-        adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
-        heard[adversary, message.model[push]] = True
-        heard[heard.sum(1) < 2] = False
-        adversary, model = heard.nonzero(as_tuple=True)
-        if not len(model):
-            return state
-        who, count = torch.unique_consecutive(adversary, return_counts=True)
-        parts = [
-            _of_moved_rows(models, direction, model[start:end], targets[some], size, number)
-            for start, end, some, number in _bounded(who, count, models[0].numel())
-        ]
+        if int(state["tick"]) != message.round:
+            state = _next_tick(state, message.round)
+        models, direction = message.params[_table(knowledge)], _directions(knowledge, message)  # f32[m, I, d]
         of_model = torch.empty(len(models), dtype=torch.int64).index_copy_(0, message.model, message.sender)
-        return PeerCommunity(keep=self.keep)._with(state, adversary, of_model[model], torch.cat(parts))
+        adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
+        pair = torch.unique(torch.stack([adversary, message.model[push]]), dim=1)  # colluders may receive a model twice
+        targets, size, step = targets_of(knowledge), _mean_items(knowledge), max(1, _NUMBERS // models[0].numel())
+        total, count = state["sum"].clone(), state["count"].clone()
+        for who, what in zip(*(torch.split(each, step) for each in pair), strict=True):
+            total.index_add_(0, who, models[what])
+            count.index_add_(0, who, torch.ones(len(who)))
+            known = state["weight"][who] > 0
+            who, what = who[known], what[known]
+            if len(who):
+                along = None if direction is None else direction[what]
+                score = _of_moved_rows(models[what] - state["common"][who], along, targets[who], size)
+                state = PeerCommunity(keep=self.keep)._with(state, who, of_model[what], score)
+        return {**state, "sum": total, "count": count}
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -498,37 +513,23 @@ def _near(targets: Tensor, chance: Tensor, reading: Reading) -> Tensor:
     return both / (targets.sum(1, keepdim=True) + chance.sum(1) - both).clamp(min=_TINY)
 
 
-def _bounded(who: Tensor, count: Tensor, size: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Adversaries, i64[A], in groups whose models, so many of each and of this size, fit into memory: places of their
-    pairs from and to, the adversaries, and their counts.
-    """
-    ends = count.cumsum(0)
-    group = ends // max(1, _NUMBERS // size)
-    _, many = torch.unique_consecutive(group, return_counts=True)
-    start = 0
-    for some, number in zip(torch.split(who, many.tolist()), torch.split(count, many.tolist()), strict=True):
-        end = start + int(number.sum())
-        yield start, end, some, number
-        start = end
+def _next_tick(state: State, tick: int) -> State:
+    """What was received in the last tick is what models have in common from now on, with half of what was before."""
+    before, count = state["weight"] / 2, state["count"]
+    weight = before + count
+    share = (before / weight.clamp(min=_TINY)).view(-1, 1, 1)
+    common = share * state["common"] + state["sum"] / weight.clamp(min=_TINY).view(-1, 1, 1)
+    fresh = {"sum": torch.zeros_like(common), "count": torch.zeros_like(count), "tick": torch.tensor([tick])}
+    return {**state, **fresh, "common": common, "weight": weight}
 
 
-def _of_moved_rows(
-    models: Tensor, direction: Tensor | None, model: Tensor, targets: Tensor, size: int, count: Tensor
-) -> Tensor:
-    """Jaccard of the rows that moved most with the targets, of pairs of an adversary and a model, i64[k] -> f32[k];
-    `count`, i64[A], is how many pairs each adversary has.
-
-    What is left of model s is S_s - (T - S_s) / (n - 1), T the sum of all n; that is n S_s - T but for a factor.
-    """
-    owner = torch.arange(len(count)).repeat_interleave(count)
-    apart = models[model]  # f32[k, I, d], a copy
-    total = apart.new_zeros(len(count), *apart.shape[1:]).index_add_(0, owner, apart)
-    apart.mul_(count[owner].view(-1, 1, 1)).sub_(total[owner])
-    along = leading_direction(apart) if direction is None else direction[model]
+def _of_moved_rows(apart: Tensor, direction: Tensor | None, targets: Tensor, size: int) -> Tensor:
+    """Jaccard of the rows that moved most with the targets: f32[k, I, d], f32[k, d] and f32[k, I] -> f32[k]."""
+    along = leading_direction(apart) if direction is None else direction
     moved = (apart @ along.unsqueeze(2)).squeeze(2)
     top = moved.topk(min(size, moved.shape[1]), dim=1).indices
-    both = targets[owner].gather(1, top).sum(1)
-    return both / (targets.sum(1)[owner] + top.shape[1] - both).clamp(min=1)
+    both = targets.gather(1, top).sum(1)
+    return both / (targets.sum(1) + top.shape[1] - both).clamp(min=1)
 
 
 def leading_direction(rows: Tensor) -> Tensor:
@@ -598,14 +599,25 @@ def _nothing_known(clients: int, items: int) -> Batch:
     return Batch(own=torch.zeros(clients, items, dtype=torch.bool), degree=torch.ones(clients))
 
 
-def _logits(knowledge: Knowledge, models: Params, vectors: Params) -> Tensor:
+class _Changes(NamedTuple):
+    """Item tables that are changes of one that was received, f32[I, d]."""
+
+    received: Tensor
+    update: Update
+
+
+def _logits(knowledge: Knowledge, models: Params, vectors: Params, changes: _Changes | None = None) -> Tensor:
     """The scores of all items by m models, f32[m, I]."""
     m = len(next(iter(models.values())))
     if type(knowledge.model) is GMF:
-        table, out = models["item"], torch.empty(m, knowledge.n_items)
-        both = {**models, **vectors}
+        both, out = {**models, **vectors}, torch.empty(m, knowledge.n_items)
         turned, bias = both[_WEIGHT].squeeze(-1) * both["user"], both.get(_BIAS, torch.zeros(m, 1)).squeeze(-1)
-        score_items(*(each.contiguous().numpy() for each in (table, turned, bias, out)))
+        if changes is None:
+            score_items(*(each.contiguous().numpy() for each in (models["item"], turned, bias, out)))
+        else:
+            of = changes.update
+            given = (changes.received, of.rows["item"], of.item, of.offset, turned, bias, out)
+            score_changed(*(each.contiguous().numpy() for each in given))
         return out
     batch = _nothing_known(m, knowledge.n_items)
     neighbors = {

@@ -71,7 +71,7 @@ from recleak.models.mf import GMF
 from recleak.models.prme import PRMEG
 from recleak.papers import cda_sensitive
 from recleak.papers.reproduce import Measured
-from recleak.protocols.federated import Federated, FederatedModel, train_federated
+from recleak.protocols.federated import BLOCK, Federated, FederatedModel, train_federated
 from recleak.protocols.gossip import Gossip, GossipModel, Precision, train_gossip
 from recleak.training.cohort import LocalTraining
 from recleak.training.executor import InProcess
@@ -84,7 +84,7 @@ ROUNDS = 200
 CODE = "as-published-code"
 SCALE = {CODE: (100, 5)}  # users, size of a community
 SIZE = 50
-SOME = 100  # adversaries with colluders, for the chain at nodes
+SOME, SOME_COLLUDING = 100, 20  # adversaries of the chain at nodes
 DELTA, CLIP = 1e-6, 2.0  # of Figures 6 and 7
 Scalar = str | int | float | bool
 
@@ -320,6 +320,7 @@ def _train(made: Setting, taps: list[Watching[Any, WhoBelongs]], threads: int) -
         defense=made.defense,
         taps=taps,
         executor=InProcess(threads),
+        chunk=BLOCK,  # what clients of this model keep is small: whole blocks need no putting together
         confidants=told,
         seed=made.seed,
         show_progress=False,
@@ -359,10 +360,10 @@ def _tap(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[An
 
 
 def _chain_of_peers(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[Any, WhoBelongs]:
-    """At single nodes, or for some adversaries with colluders: each has hundreds of models in a tick."""
+    """For some adversaries, as each holds tables and, with colluders, has hundreds of models in a tick."""
     share, users = float(ask.get("colluders", 0.0)), made.train.n_users
-    who = torch.from_numpy(random.bits(made.seed, "some adversaries", np.arange(users)).argsort()[:SOME].copy())
-    who = who if share else torch.arange(users)
+    lot = random.bits(made.seed, "some adversaries", np.arange(users)).argsort()
+    who = torch.from_numpy(lot[: SOME_COLLUDING if share else SOME].copy())
     groups = made.groups(share)[who]
 
     def grade(answer: Tensor) -> dict[str, Tensor]:
