@@ -15,6 +15,7 @@ from recleak.defenses.base import Chain, Defense
 from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.proximal import Proximal
+from recleak.defenses.sparsify import SignOnly
 from recleak.errors import ConfigError
 from recleak.objects import Kind, build, find, label, sources, spans, varying
 from recleak.protocols.federated import Federated
@@ -34,6 +35,13 @@ def test_arguments_reach_the_constructor() -> None:
 def test_objects_within_objects() -> None:
     parts = [{"use": "clip", "bound": 1}, {"use": "gaussian-noise", "std": 0.1, "rows": "all"}]
     assert build("defense", {"use": "chain", "defenses": parts}) == Chain((ClipByNorm(1.0), GaussianNoise(0.1, "all")))
+    assert build("defense", {"use": "chain", "defenses": ["sign-only", parts[0]]}) == Chain(
+        (SignOnly(), ClipByNorm(1.0))
+    )
+    assert spans("defense", {"use": "chain", "defenses": ["sign-only"]}) == [
+        {"use": "chain", "defenses": [{"use": "sign-only"}]}
+    ]
+    assert label({"use": "chain", "defenses": ["sign-only", "share"]}) == "sign-only + share"
     local = {"epochs": 3, "optimizer": {"use": "sgd", "learning_rate": 0.1}}
     made = build("protocol", {"use": "federated", "rounds": 7, "local": local})
     assert isinstance(made, Federated)

@@ -182,7 +182,7 @@ def label(settings: Settings, only: Iterable[str] | None = None) -> str:
     """
     parts = settings.get("defenses")
     if settings["use"] == "chain" and isinstance(parts, list | tuple):
-        return " + ".join(label(each) for each in parts) or "none"
+        return " + ".join(label({"use": each} if isinstance(each, str) else each) for each in parts) or "none"
     leaves = dict(_leaves(_arguments(settings)))
     shown = leaves if only is None else {name: leaves[name] for name in only if name in leaves}
     words = ", ".join(f"{name.rpartition('.')[2].replace('_', ' ')} {value}" for name, value in shown.items())
@@ -246,6 +246,7 @@ def _choices(kind: Any, value: Any, where: str) -> list[Any]:
         raise ConfigError(f"{where}: got an empty list, expected a value, or a list of values to try.")
     if not isinstance(value, list):
         return [value]
+    value = _named(kind, value)
     if not _is_list(kind):
         return [choice for each in value for choice in _choices(kind, each, where)]
     if all(isinstance(each, list) for each in value):
@@ -279,6 +280,8 @@ def made(make: Callable[..., Any], arguments: Settings, where: str) -> Any:
 
 def _value(kind: Any, value: Any, where: str) -> Any:
     """A value of a type. TOML has no null: where None is possible, and no text is, "none" says it."""
+    if isinstance(value, list):
+        value = _named(kind, value)
     if value == "none" and types.NoneType in _alternatives(kind) and str not in _alternatives(kind):
         return None
     if isinstance(value, Mapping) and "use" in value:
@@ -300,6 +303,14 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     except ValidationError as error:
         wrong = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in error.errors())
         raise ConfigError(f"{where}: got {value!r:.80}, expected {' or '.join(wrong)}.") from error
+
+
+def _named(kind: Any, value: list[Any]) -> list[Any]:
+    """A name in a list of objects stands for one without arguments: ["share", {...}] in a chain of defenses."""
+    within = [each for one in _alternatives(kind) for each in get_args(one) if _is_list(one)]
+    if not any(isinstance(each, type) and each not in (str, int, float, bool) for each in within):
+        return value
+    return [{"use": each} if isinstance(each, str) else each for each in value]
 
 
 def table_of(kind: Any) -> Callable[..., Any] | None:

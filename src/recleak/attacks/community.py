@@ -296,9 +296,7 @@ class ServerCommunity(_Community):
         vectors = self._vectors(knowledge, state, own, update.n_clients)
         if vectors is None:
             return state
-        adversaries = len(targets_of(knowledge))
-        adversary = torch.arange(adversaries).repeat_interleave(update.n_clients)
-        model = torch.arange(update.n_clients).repeat(adversaries)
+        adversary, model = _all_pairs(len(targets_of(knowledge)), update.n_clients)
         score = self._scores(knowledge, models, vectors, update.client, adversary, model, changes)
         return self._with(state, adversary, update.client[model], score)
 
@@ -312,9 +310,7 @@ class ServerCommunity(_Community):
         vectors = self._vectors(knowledge, state, own, update.n_clients)
         if vectors is None:
             return state
-        adversaries = len(targets_of(knowledge))
-        adversary = torch.arange(adversaries).repeat_interleave(update.n_clients)
-        model = torch.arange(update.n_clients).repeat(adversaries)
+        adversary, model = _all_pairs(len(targets_of(knowledge)), update.n_clients)
         if self.scoring == "random":
             score = self._scores(knowledge, {}, vectors, update.client, adversary, model)
         else:
@@ -566,6 +562,11 @@ def _mean_items(knowledge: Knowledge) -> int:
     if "popularity" not in knowledge.public:
         raise ConfigError("The attack needs to know how many items clients have on average: make popularity public.")
     return max(1, round(float(knowledge.public["popularity"].sum()) / knowledge.n_users))
+
+
+def _all_pairs(adversaries: int, models: int) -> tuple[Tensor, Tensor]:
+    """Every adversary with every model, i64[A m] each."""
+    return torch.arange(adversaries).repeat_interleave(models), torch.arange(models).repeat(adversaries)
 
 
 def _kept(knowledge: Knowledge) -> list[Component]:
