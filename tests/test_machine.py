@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -26,6 +27,15 @@ def clear_away() -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C is heard as in any process, whoever started this one or ran in it before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_an_interrupt_while_python_clears_away_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), interrupts_arrive():
         clear_away()
