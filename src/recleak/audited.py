@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from recleak.cells import MEMBERSHIP, Ask, Baselines, Cell
+from recleak.cells import HISTORY, MEMBERSHIP, Ask, Baselines, Cell
 from recleak.experiment import System
 from recleak.files import read_table
 from recleak.metrics.comparison import (
@@ -30,6 +30,7 @@ VANTAGES = {
     "Server": "The server that receives uploads",
     "Peers": "A node of the gossip that receives models",
     "Aggregator": "The server that receives sums of uploads",
+    "Audience": "Somebody who sees the lists that users are shown",
 }
 BySeed = dict[int, PerUser]
 
@@ -102,6 +103,8 @@ class Contest:
         if self.chosen is None:
             return None
         nulls = [each for each in self.nulls if each.vantage == self.chosen.vantage]
+        if not self.chosen.facts[0].get("history", False):  # who does not read it is not compared with who does
+            nulls = [each for each in nulls if each.ask.settings["use"] != HISTORY]
         marks = any(each.ask.mark is not None for each in nulls)
         return _chosen(nulls if self.question == MEMBERSHIP or marks else nulls[:1])
 

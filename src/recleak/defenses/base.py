@@ -8,7 +8,7 @@ defends one real device: C = 1 with `Streams.from_os()`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot
 
 from torch import Tensor
@@ -19,6 +19,16 @@ from recleak.models.components import Component, by_name, require_names
 from recleak.streams import Streams
 from recleak.training.local import LocalData
 from recleak.update import NodeParams, Update, rows_of, values_of
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """What a recommender would show to B users."""
+
+    user: Tensor  # i64[B]
+    item: Tensor  # i64[B, K], best first; a shorter list ends with -1
+    allowed: Tensor  # bool[B, I]: what the user may be shown: neither its own nor shown before
+    popularity: Tensor  # f32[I]: how many users have an item
 
 
 class Defense:
@@ -70,6 +80,10 @@ class Defense:
     def upload(self, update: Update, streams: Streams) -> Update:
         """What leaves the device, after local training."""
         return update
+
+    def release(self, lists: Lists, streams: Streams) -> Tensor:
+        """The lists that users are shown in place of these, i64[B, K]; of a recommender that shows lists."""
+        return lists.item
 
     @property
     def secure_aggregation(self) -> bool:
@@ -128,7 +142,7 @@ class Defense:
         return (NoGuarantee(repr(self), why, keeps="upload" not in used),)
 
 
-HOOKS = ("sharing", "data", "features", "penalty", "batch_sum", "gradient", "epoch", "upload")
+HOOKS = ("sharing", "data", "features", "penalty", "batch_sum", "gradient", "epoch", "upload", "release")
 
 
 @dataclass(frozen=True)
@@ -190,6 +204,12 @@ class Chain(Defense):
         for position, defense in enumerate(self.defenses):
             update = defense.upload(update, streams.within(str(position)))
         return update
+
+    def release(self, lists: Lists, streams: Streams) -> Tensor:
+        """All in order."""
+        for position, defense in enumerate(self.defenses):
+            lists = replace(lists, item=defense.release(lists, streams.within(str(position))))
+        return lists.item
 
     @property
     def secure_aggregation(self) -> bool:
