@@ -76,6 +76,7 @@ class Published:
             table = table.join(known, on=name, how="left", maintain_order="left")
             if table["code"].null_count():
                 first = table.filter(pl.col("code").is_null())[name][0]
-                raise DataError(f"the lists name a {name} that the data does not have ({first})", file=Path(self.lists))
+                problem = f"the lists name a {name} that the data does not have ({first})"
+                raise DataError(problem, file=Path(self.lists), remedy="Give the data that the lists are of.")
             table = table.drop(name).rename({"code": name})
         return table
