@@ -144,6 +144,28 @@ def test_training_is_that_of_a_plain_loop(split: Split, optimizer: Adam | SGD) -
         assert torch.allclose(ours[name], value, atol=2e-5), name
 
 
+def test_triples_one_by_one_are_those_of_learn_bpr(split: Split) -> None:
+    protocol = Centralized(epochs=2, batch_size=1, optimizer=SGD(0.05, weight_decay=0.02), patience=0)
+    trained = train_centralized(protocol, MF(4), split.train, seed=3, show_progress=False)
+    parts = tuple(replace(part, shared=True) for part in MF(4).components())
+    first = first_params(parts, split.train.n_users, split.train.n_items, 3)
+    user, item = first["user"].double().numpy(), first["item"].double().numpy()
+    losses = []
+    for epoch in range(2):
+        losses.append(0.0)
+        for who, pair, _ in CentralExamples(split.train, "bpr", 1, 3).epoch(epoch, 1):
+            u, (i, j) = int(who), pair[0].tolist()
+            p, q, r = user[u].copy(), item[i].copy(), item[j].copy()
+            pull = 1 / (1 + np.exp(p @ (q - r)))
+            losses[-1] += np.log1p(np.exp(-p @ (q - r)))
+            user[u] += 0.05 * (pull * (q - r) - 0.02 * p)
+            item[i] += 0.05 * (pull * p - 0.02 * q)
+            item[j] += 0.05 * (-pull * p - 0.02 * r)
+    assert np.allclose(trained.params["user"].numpy(), user, atol=1e-5)
+    assert np.allclose(trained.params["item"].numpy(), item, atol=1e-5)
+    assert trained.loss == pytest.approx([each / len(split.train) for each in losses], rel=1e-5)
+
+
 @pytest.mark.parametrize("model", [MF(4), MF(4, biases=True), GMF(4), NCF(4, hidden=(8,))])
 def test_scores_of_all_items_are_those_of_pairs(split: Split, model: Model) -> None:
     archive = Archive(split.train)

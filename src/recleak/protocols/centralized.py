@@ -62,6 +62,9 @@ _DEPTH = 10  # of the validation metric, NDCG among all items
 class Centralized:
     """How the party trains, when it stops, and what it shows.
 
+    With an `MF`, the loss bpr, plain SGD and batches of 1 this is LearnBPR (Rendle et al. 2009), in a compiled loop:
+    decay then acts on the rows of a triple only, else on everything at every step.
+
     `patience` epochs without a better NDCG@10 of validation items end it; without validation items, or with
     `patience=0`, all epochs are made and the last parameters count.
     """

@@ -22,12 +22,15 @@ from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import Complement, negatives_at
 from recleak.defenses.base import Defense, hooks
+from recleak.errors import unknown_name
+from recleak.kernels_bpr import learn_bpr
 from recleak.models.base import Model, Params
 from recleak.models.central import Archive, CentralModel, pair_logits
 from recleak.models.components import Component
+from recleak.models.mf import MF
 from recleak.streams import Streams
 from recleak.training.cohort import DivergedError
-from recleak.training.optimizers import Optimizer, Stepper, learning_rate
+from recleak.training.optimizers import SGD, Optimizer, Stepper, learning_rate
 from recleak.update import Update
 
 CentralLoss = Literal["bpr", "bce", "bpr-taylor", "taylor"]
@@ -111,7 +114,7 @@ class Trainer:
         seed: int,
     ) -> None:
         self.model, self.archive, self.defense, self.seed = model, archive, defense, seed
-        self.loss, self.batch_size = loss, batch_size
+        self.loss, self.batch_size, self._optimizer = loss, batch_size, optimizer
         self.parts = {part.name: part for part in model.components()}
         self.params = {name: value.clone() for name, value in params.items()}
         self.first = {name: value.clone() for name, value in params.items()}  # what a penalty measures movement from
@@ -141,7 +144,9 @@ class Trainer:
     def epoch(self, epoch: int) -> float:
         """All examples once; the mean loss."""
         total, count = 0.0, 0
-        if self._of_users:
+        if self._one_by_one:
+            total, count = self._learn_bpr(epoch), self.examples.count
+        elif self._of_users:
             lot = random.bits(self.seed, "order of users", epoch, self._users.numpy()).argsort()
             for user in self._users[torch.from_numpy(lot)].split(self.batch_size):
                 total, count = total + len(user) * self._user_step(user), count + len(user)
@@ -154,6 +159,22 @@ class Trainer:
                 f"The loss of epoch {epoch + 1} is {mean}, expected a number.\n  Lower the learning rate, or the noise."
             )
         return mean
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether this is LearnBPR, which has a compiled loop: plain products, plain SGD, triples one by one."""
+        plain = type(self.model) is MF and not self.model.biases
+        simple = isinstance(self._optimizer, SGD) and not self._optimizer.momentum
+        idle = not self._hooks & {"penalty", "gradient", "batch_sum"} and self.defense.example_bound is None
+        return plain and simple and idle and self.batch_size == 1 and self.loss == "bpr"
+
+    def _learn_bpr(self, epoch: int) -> float:
+        """All triples, one after another; decay acts on the three rows of a triple."""
+        ((user, item, _),) = self.examples.epoch(epoch, self.examples.count)
+        tables = [self.params[name].numpy() for name in ("user", "item")]
+        rates = [learning_rate(self._optimizer, name) for name in ("user", "item")]
+        self.step += len(user)
+        return float(learn_bpr(user.numpy(), item.numpy(), *tables, *rates, self._optimizer.weight_decay))
 
     def _pair_step(self, user: Tensor, item: Tensor, label: Tensor | None) -> float:
         def objective() -> tuple[Tensor, Tensor]:
@@ -229,7 +250,5 @@ def _per_item(part: Component) -> bool:
 
 def check_loss(loss: str) -> None:
     """An error for a loss that there is not."""
-    from recleak.errors import unknown_name
-
     if loss not in get_args(CentralLoss):
         raise unknown_name("loss", loss, get_args(CentralLoss))
