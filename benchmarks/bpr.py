@@ -44,7 +44,7 @@ class Products:
 
 def theirs(split: Split, seed: int) -> tuple[Scorer, float, str]:
     """The best of some settings on the validation part, and the seconds of that one."""
-    from implicit.bpr import BayesianPersonalizedRanking
+    from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-not-found,unused-ignore]
 
     past = sp.csr_matrix(split.train.matrix())
     found = []
@@ -82,18 +82,15 @@ def main(data: str, seeds: int) -> None:
     for seed in range(seeds):
         split = ratio(open_data(data), (0.7, 0.1, 0.2), seed=seed)
         known = union(split.train, split.valid)
-        for name, make in {
-            "implicit": lambda: theirs(split, seed),  # noqa: B023
-            **{name: lambda way=way: ours(split, seed, way) for name, way in ways.items()},  # type: ignore[misc]  # noqa: B023
-        }.items():
-            scorer, seconds, words = make()
+        for name in ("implicit", *ways):
+            scorer, seconds, words = ours(split, seed, ways[name]) if name in ways else theirs(split, seed)
             rows.setdefault(name, []).append((seconds, rank(scorer, known, split.test)))
             print(f"  seed {seed}, {name}: {seconds:.1f} s, {words}", file=sys.stderr)
     for name, runs in rows.items():
         metrics = [[ranks.ndcg(10).mean(), ranks.recall(10).mean(), ranks.hit(10).mean()] for _, ranks in runs]
         mean, spread = np.mean(metrics, axis=0), np.std(metrics, axis=0)
-        seconds = np.median([each for each, _ in runs])
-        print(f"{name:28} {seconds:8.1f} {mean[0]:8.4f} {mean[1]:10.4f} {mean[2]:7.4f}   (±{spread[0]:.4f} over seeds)")
+        middle = np.median([each for each, _ in runs])
+        print(f"{name:28} {middle:8.1f} {mean[0]:8.4f} {mean[1]:10.4f} {mean[2]:7.4f}   (±{spread[0]:.4f} over seeds)")
 
 
 if __name__ == "__main__":

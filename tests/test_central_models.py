@@ -96,7 +96,7 @@ def test_nodes_are_those_of_the_equations(split: Split) -> None:
 def test_scores_are_those_of_equation_10(split: Split, bounding: str) -> None:
     model = AttentionGCN(features_of(split).shape[1], factors=5, bounding=bounding)  # type: ignore[arg-type]
     archive, params = Archive(split.train, features_of(split)), params_of(model, split)
-    user, item = (model.nodes(params, archive, side, torch.tensor([2])) for side in ("user", "item"))  # type: ignore[arg-type]
+    user, item = (model.nodes(params, archive, side, torch.tensor([2])) for side in ("user", "item"))
     inner = torch.cat([user, item], 1) @ params["head.1.weight"] + params["head.1.bias"]
     q = {"none": inner.relu(), "clip": inner.clamp(0, 1), "sigmoid": inner.sigmoid()}[bounding]
     expected = (q @ params["head.2.weight"]).squeeze()
@@ -132,7 +132,7 @@ def test_the_edge_that_is_predicted_is_not_read(split: Split) -> None:
         model._embedded(params, archive, asked[0], asked[1][:, 0], archive.items_of, "user", 0)
         for archive in (with_edge, without)
     ]
-    assert torch.allclose(*vector, atol=1e-6)
+    assert torch.allclose(vector[0], vector[1], atol=1e-6)
     unmasked = model._embedded(params, with_edge, asked[0], torch.tensor([-1]), with_edge.items_of, "user", 0)
     assert not torch.allclose(vector[0], unmasked, atol=1e-4)
 
@@ -235,9 +235,9 @@ def test_clipped_gradients_are_those_of_single_users(split: Split, bound: float)
     archive, params = Archive(split.train), params_of(model, split)
     users = torch.tensor([1, 5, 6])
     total = {name: torch.zeros_like(value) for name, value in params.items()}
-    for user in users.split(1):
+    for user in torch.split(users, 1):
         leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-        model.losses(leaves, archive, user).sum().backward()
+        torch.autograd.backward(model.losses(leaves, archive, user).sum())
         gradient = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         norm = torch.sqrt(sum((value.square().sum() for value in gradient.values()), torch.zeros(())))
         for name, value in gradient.items():
@@ -383,10 +383,10 @@ def test_the_attacker_s_unit_is_torch_s(split: Split) -> None:
     with torch.no_grad():
         z, r, n = params["attacker.input"].T.chunk(3)
         hz, hr, hn = params["attacker.state"].T.chunk(3)
-        unit.weight_ih_l0.copy_(torch.cat([r, z, n]))  # torch's order is reset, update, new
-        unit.weight_hh_l0.copy_(torch.cat([hr, hz, hn]))
-        unit.bias_ih_l0.zero_()
-        unit.bias_hh_l0.zero_()
+        dict(unit.named_parameters())["weight_ih_l0"].copy_(torch.cat([r, z, n]))  # torch's order is reset, update, new
+        dict(unit.named_parameters())["weight_hh_l0"].copy_(torch.cat([hr, hz, hn]))
+        dict(unit.named_parameters())["bias_ih_l0"].zero_()
+        dict(unit.named_parameters())["bias_hh_l0"].zero_()
         inputs = torch.randn(6, 7, 4)
         assert torch.allclose(model._read(params, inputs), unit(inputs)[0][:, -1], atol=1e-5)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -130,7 +129,7 @@ def plain_bpr(train: Interactions, protocol: Centralized, model: MF, seed: int) 
                 -logsigmoid(params["user"][u] @ params["item"][i] - params["user"][u] @ params["item"][j])
                 for u, (i, j) in zip(user.tolist(), item.tolist(), strict=True)
             ]
-            torch.stack(losses).mean().backward()
+            torch.autograd.backward(torch.stack(losses).mean())
             optimizer.step()
     return {name: value.detach() for name, value in params.items()}
 
@@ -273,7 +272,7 @@ class TestPopularLists(DefenseContract):
 
 
 @pytest.fixture
-def shown() -> Iterator[Lists]:
+def shown() -> Lists:
     users, items = 400, 30
     item = torch.stack([torch.randperm(items, generator=torch.Generator().manual_seed(u))[:5] for u in range(users)])
     popularity = torch.ones(items)

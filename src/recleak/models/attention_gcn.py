@@ -106,7 +106,9 @@ class AttentionGCN(CentralModel):
         items = self.nodes(params, archive, "item", torch.arange(archive.train.n_items))
         mine = self.nodes(params, archive, "user", users)
         size = max(1, _EDGES * 16 // items.numel())
-        return torch.cat([self._head(params, some.unsqueeze(1), items.unsqueeze(0)) for some in mine.split(size)])
+        return torch.cat(
+            [self._head(params, some.unsqueeze(1), items.unsqueeze(0)) for some in torch.split(mine, size)]
+        )
 
     def nodes(self, params: Params, archive: Archive, side: Literal["user", "item"], node: Tensor) -> Tensor:
         """z* of users or items from all their neighbors, i64[n] -> f32[n, d]."""

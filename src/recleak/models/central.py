@@ -176,7 +176,7 @@ def scores_of_all(model: Model, params: Params, archive: Archive, users: Tensor)
     widest = max([part.size for part in model.components() if part.storage == "per_item"], default=1)
     step = max(1, _SCORED // (4 * widest * len(every)))
     parts = []
-    for some in users.split(step):
+    for some in torch.split(users, step):
         item = every.expand(len(some), -1)
         parts.append(model.logits(_gathered(model, params, some, item), _batch(archive, some, item)))
     return torch.cat(parts)

@@ -133,7 +133,8 @@ class WalkFactorization(_Solved):
         user /= max(float(np.linalg.norm(user, axis=1).max()), 1e-12)
         gram = user.T @ user + self.ridge * np.eye(self.factors)
         noise = self._noise(matrix.shape[1], float(matrix.max() - matrix.min()), seed)
-        return self._params(user, np.linalg.solve(gram, user.T @ matrix - noise.T / 2).T)
+        item: _Floats = np.linalg.solve(gram, user.T @ matrix - noise.T / 2).T.astype(np.float64)
+        return self._params(user, item)
 
     def covers(self) -> str:
         """What the noise protects, and what it does not."""

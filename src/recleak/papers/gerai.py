@@ -293,7 +293,8 @@ def _graded(
         answer = FromHistory(learner=_learner(name), seed=made.seed).answer(knowledge, {}, question)
     else:
         knowledge = replace(knowledge, public={**knowledge.public, **shadow})
-        attack = replace(tap.attack, learner=_learner(name), seed=made.seed)
+        reader: Any = tap.attack
+        attack = replace(reader, learner=_learner(name), seed=made.seed)
         answer = attack.answer(knowledge, tap.state(), question)
     seconds = perf_counter() - start
     own, chance = label[user], answer.double().numpy()
@@ -317,7 +318,7 @@ def _utility(made: Setting, trained: CentralizedModel) -> dict[str, NDArray[np.f
     drawn = sampled[users][row]  # i64[T, 99]
     others = np.where(drawn >= 0, score[row[:, None], drawn.clip(0)], -np.inf)
     above, tied = (others > target[:, None]).sum(1), (others == target[:, None]).sum(1)
-    found = {}
+    found: dict[str, NDArray[np.float64]] = {}
     for k in KS:
         place = np.arange(k)
         within = (place >= above[:, None]) & (place <= (above + tied)[:, None])  # each place of a tie alike

@@ -163,7 +163,7 @@ def show(
     with feeding(taps) as feed:
         for session in range(protocol.sessions):
             parts = []
-            for users in torch.arange(history.n_users).split(BLOCK):
+            for users in torch.split(torch.arange(history.n_users), BLOCK):
                 item = lists(trained, history, users, protocol.top, defense, seed, session, shown[users])
                 feed.send(Recommendations(session, users, item))
                 parts.append(item)
@@ -258,14 +258,14 @@ class _Run:
             users = np.arange(train.n_users)
             user_features = defense.features(user_features, Streams.simulated(seed, 0, users).within("features"))
         archive = Archive(defended_history(defense, train.distinct(), seed), user_features, labels, seed)
-        solved = isinstance(model, CentralModel) and model.examples == "solved"
+        solved = model if isinstance(model, CentralModel) and model.examples == "solved" else None
         shared = tuple(replace(part, shared=True) for part in components)
-        params = model.solve(archive, seed) if solved else first_params(shared, train.n_users, train.n_items, seed)
-        self.epochs = 0 if solved else protocol.epochs
+        params = solved.solve(archive, seed) if solved else first_params(shared, train.n_users, train.n_items, seed)
+        self.epochs = protocol.epochs if solved is None else 0
         self.archive, self.epoch, self.continued = archive, 0, 0
         self.loss, self.scores = list[float](), list[float]()
         self.best, self.best_epoch = {name: value.clone() for name, value in params.items()}, 0
-        if solved:
+        if solved is not None:
             self.best = params
             return
         self.trainer = Trainer(
@@ -281,7 +281,6 @@ class _Run:
         )
         self._load(_described(protocol, model, defense, train, valid, user_features, labels, seed))
 
-    @property
     def done(self) -> bool:
         """All epochs, or the plateau."""
         waited = self.epoch - self.best_epoch
@@ -293,16 +292,16 @@ class _Run:
 
     def walk(self, checkpoint_seconds: float, show_progress: bool) -> None:
         """All epochs that are left."""
-        if self.done:
+        if self.done():
             return
         saved = time.monotonic()
         with Progress(self.epochs, self.epoch, shown=show_progress) as progress:
-            while not self.done:
+            while not self.done():
                 self.loss.append(self.trainer.epoch(self.epoch))
                 self.epoch += 1
                 self._judge()
                 progress.round(self.epoch, self.loss[-1], self.given.n_users)
-                if self.done or time.monotonic() - saved >= checkpoint_seconds:
+                if self.done() or time.monotonic() - saved >= checkpoint_seconds:
                     self.save()
                     saved = time.monotonic()
 

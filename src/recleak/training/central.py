@@ -93,7 +93,7 @@ class CentralExamples:
             label = torch.from_numpy(np.tile(np.r_[1, np.zeros(self.negatives)].astype(np.float32), len(user)))
         order = random.bits(self.seed, "order of examples", epoch, np.arange(len(who))).argsort()
         users, rows = torch.from_numpy(who), torch.from_numpy(items)
-        for batch in torch.from_numpy(order).split(batch_size):
+        for batch in torch.split(torch.from_numpy(order), batch_size):
             yield users[batch], rows[batch], None if label is None else label[batch]
 
 
@@ -148,7 +148,7 @@ class Trainer:
             total, count = self._learn_bpr(epoch), self.examples.count
         elif self._of_users:
             lot = random.bits(self.seed, "order of users", epoch, self._users.numpy()).argsort()
-            for user in self._users[torch.from_numpy(lot)].split(self.batch_size):
+            for user in torch.split(self._users[torch.from_numpy(lot)], self.batch_size):
                 total, count = total + len(user) * self._user_step(user), count + len(user)
         else:
             for user, item, label in self.examples.epoch(epoch, self.batch_size):
