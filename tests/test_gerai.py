@@ -61,12 +61,12 @@ def test_published_numbers_are_those_of_the_paper() -> None:
 
 
 def test_who_is_known_and_who_is_graded() -> None:
-    made = gerai.setting({**RUN, "method": "bpr"}, "as-written", 0)
+    made = gerai.setting({**RUN, "model": "bpr"}, "as-written", 0)
     assert len(made.known) == 754
     shown = made.knowledge("gender").public["labels of gender"].numpy()
     assert np.array_equal(np.flatnonzero(shown >= 0), made.known)
     assert np.array_equal(shown[made.known], classes_of(made.train, "gender")[0][made.known])
-    other = gerai.setting({**RUN, "method": "bpr"}, "as-written", 1)
+    other = gerai.setting({**RUN, "model": "bpr"}, "as-written", 1)
     assert not np.array_equal(made.known, other.known)
     assert len(made.past) + len(made.split.test) == 100_000
 
@@ -74,7 +74,7 @@ def test_who_is_known_and_who_is_graded() -> None:
 def test_the_stages_are_those_of_the_ablation() -> None:
     parts = {}
     for method in ("gcn", "gerai", "gerai-nl", "gerai-nf"):
-        made = gerai.setting({**RUN, "method": method}, "as-written", 0)
+        made = gerai.setting({**RUN, "model": method}, "as-written", 0)
         chain = made.defense.defenses if isinstance(made.defense, Chain) else ()
         parts[method] = [type(part) for part in chain]
         assert isinstance(made.model, AttentionGCN)
@@ -87,7 +87,7 @@ def test_the_stages_are_those_of_the_ablation() -> None:
         "gerai-nf": [PerturbedFeatures],
     }
     kinds = {
-        noise: gerai.setting({**RUN, "method": "gerai-nl", "noise": noise}, "as-written", 0).defense
+        noise: gerai.setting({**RUN, "model": "gerai-nl", "noise": noise}, "as-written", 0).defense
         for noise in ("redrawn", "fixed", "sum")
     }
     mechanisms = {name: each.defenses[0] for name, each in kinds.items() if isinstance(each, Chain)}
@@ -98,7 +98,7 @@ def test_the_stages_are_those_of_the_ablation() -> None:
         "sum": ("never", "ridge", "sum"),
     }
     with pytest.raises(NotFoundError, match="Unknown method 'grai'"):
-        gerai.setting({**RUN, "method": "grai"}, "as-written", 0)
+        gerai.setting({**RUN, "model": "grai"}, "as-written", 0)
 
 
 @pytest.mark.heavy
@@ -112,7 +112,7 @@ def test_every_method_answers_what_is_asked(method: str) -> None:
         {"attack": "majority", "attribute": "gender", "input": "history"},
     ]
     torch.set_num_threads(1)
-    found = list(gerai.measure({**RUN, "method": method}, asks, variant="as-written", seed=0, threads=1))
+    found = list(gerai.measure({**RUN, "model": method}, asks, variant="as-written", seed=0, threads=1))
     assert len(found) == len(asks)
     utility = {name: value.mean() for name, value in found[0].metrics.items()}
     assert utility["hit@5"] <= utility["hit@10"] <= utility["hit@30"] <= 1
@@ -125,7 +125,7 @@ def test_every_method_answers_what_is_asked(method: str) -> None:
 
 def test_ties_are_graded_by_expectation() -> None:
     """A constant score: each of the 100 places is as likely as any."""
-    made = gerai.setting({**RUN, "method": "bpr"}, "as-written", 0)
+    made = gerai.setting({**RUN, "model": "bpr"}, "as-written", 0)
 
     class Constant:
         def scores(self, users: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_an_attacker_that_copies_the_system() -> None:
     asks: list[dict[str, gerai.Scalar]] = [
         {"attack": "nb", "attribute": "gender", "top": 30, "input": kind} for kind in ("lists", "shadow")
     ]
-    plain, adaptive = gerai.measure({**RUN, "method": "bpr"}, asks, variant="as-written", seed=0, threads=1)
+    plain, adaptive = gerai.measure({**RUN, "model": "bpr"}, asks, variant="as-written", seed=0, threads=1)
     assert len(plain.metrics["auc"]) == len(adaptive.metrics["auc"]) == 189
     assert not np.array_equal(plain.metrics["auc"], adaptive.metrics["auc"])
 

@@ -137,7 +137,7 @@ class Setting:
 def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
     """The objects that a cell's `run` names."""
     split = ratio(open_data(str(run["data"]), str(run["preset"])), (0.7, 0.1, 0.2), seed=seed)
-    method, factors = str(run["method"]), int(run.get("factors", 60))
+    method, factors = str(run["model"]), int(run.get("factors", 60))
     epsilon = float(run.get("epsilon", 0.4))
     decay = 2 * GAMMA / len(split.train)
     graph = Centralized(batch_size=BATCH, optimizer=Adam(RATE, weight_decay=decay))
