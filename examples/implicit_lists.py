@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import scipy.sparse as sp
-from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-not-found,unused-ignore]
+from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from recleak.data.source import open_data
 from recleak.data.split import ratio

@@ -39,7 +39,7 @@ from recleak.models.base import Model, Params
 from recleak.models.central import Archive, CentralModel, check_central, scores_of_all
 from recleak.models.components import by_name
 from recleak.progress import Progress
-from recleak.protocols.checks import check_features, check_tables
+from recleak.protocols.checks import check_central_defense, check_features, check_labels, check_tables
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.streams import Streams
@@ -248,8 +248,8 @@ class _Run:
         check_optimizer(protocol.optimizer, set(by_name(components)))
         check_tables(components, train)
         check_features(model, user_features, train)
-        _check_defense(model, defense)
-        _check_labels(model, labels, train)
+        check_central_defense(model, defense)
+        check_labels(model, labels, train)
         if not len(train):
             raise DataError("No user has an interaction to train on", remedy="Check the data and the split.")
         self.protocol, self.model, self.seed, self.directory = protocol, model, seed, directory
@@ -411,31 +411,3 @@ def _described(protocol: Centralized, model: Model, *rest: Any) -> dict[str, Any
     names = ("defense", "train", "valid", "user_features", "labels", "seed")
     parts = {"format": _FORMAT, "protocol": settings, "model": model, **dict(zip(names, rest, strict=True))}
     return {name: identify(part) for name, part in parts.items()}
-
-
-def _check_defense(model: Model, defense: Defense) -> None:
-    """An error for a defense that acts on uploads, or on single examples of a model that has no gradients of them."""
-    used = hooks(defense)
-    if used & {"epoch", "upload", "sharing"} or defense.secure_aggregation:
-        raise ConfigError(
-            f"{defense!r} acts on what clients send, and here no client sends anything.\n"
-            "  Use a defense on data, features, the loss, gradients or lists; or the protocol `federated`."
-        )
-    if defense.example_bound is not None and getattr(model, "examples", "pairs") != "users":
-        raise ConfigError(
-            f"{defense!r} clips single examples, expected a model whose examples are users: the autoencoder."
-        )
-    if getattr(model, "examples", "pairs") == "solved" and used & {"penalty", "gradient", "batch_sum"}:
-        raise ConfigError(f"{type(model).__name__} is solved, not trained in steps, so {defense!r} has no say in it.")
-    defense.check_components(tuple(replace(part, shared=True) for part in model.components()))
-
-
-def _check_labels(model: Model, labels: Mapping[str, Tensor], train: Interactions) -> None:
-    if getattr(model, "needs_labels", False) and not labels:
-        raise ConfigError(
-            f"{type(model).__name__} trains against an attacker on attributes, and got no labels.\n"
-            "  Give labels={'gender': i64[U], ...}, -1 where unknown."
-        )
-    for name, label in labels.items():
-        if label.shape != (train.n_users,):
-            raise ConfigError(f"Got labels of {name} of shape {tuple(label.shape)}, expected ({train.n_users},).")
