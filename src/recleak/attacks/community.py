@@ -47,7 +47,7 @@ from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.attacks.transitions import fitted as fitted_to_transitions
 from recleak.attacks.transitions import of_changes, of_models
 from recleak.errors import ConfigError
-from recleak.kernels_gmf import score_changed, score_items, score_pairs
+from recleak.kernels_gmf import score_changed, score_items, score_pairs, standardize_pairs
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.models.mf import GMF
@@ -215,9 +215,15 @@ class _Community:
         offset = torch.searchsorted(owner, torch.arange(len(targets) + 1))
         head, out = models[_WEIGHT].squeeze(-1), torch.empty(len(adversary))
         bias = models[_BIAS].squeeze(-1) if _BIAS in models else torch.zeros(len(head))
-        given = (models["item"], head, bias, vector, item, offset, sample, adversary, model)
-        chances, standard = self.scoring != "standardized", self.scoring == "standardized"
-        score_pairs(*(each.contiguous().numpy() for each in given), chances, standard, out.numpy())
+        table = models["item"]
+        if self.scoring == "standardized":
+            apart = table[:, sample] - table[:, sample].mean(1, keepdim=True)  # f32[m, S, d]
+            spread = apart.transpose(1, 2) @ apart / max(len(sample) - 1, 1)
+            given = (table, head, vector, item, offset, table[:, sample].mean(1), spread, adversary, model)
+            standardize_pairs(*(each.contiguous().numpy() for each in given), out.numpy())
+        else:
+            given = (table, head, bias, vector, item, offset, sample, adversary, model)
+            score_pairs(*(each.contiguous().numpy() for each in given), out.numpy())
         return out
 
     def _of_targets(self, logits: Tensor, inside: Tensor) -> Tensor:
@@ -565,8 +571,8 @@ def _mean_items(knowledge: Knowledge) -> int:
 
 
 def _all_pairs(adversaries: int, models: int) -> tuple[Tensor, Tensor]:
-    """Every adversary with every model, i64[A m] each."""
-    return torch.arange(adversaries).repeat_interleave(models), torch.arange(models).repeat(adversaries)
+    """Every adversary with every model, i64[A m] each; one model after the other, as each fits a cache."""
+    return torch.arange(adversaries).repeat(models), torch.arange(models).repeat_interleave(adversaries)
 
 
 def _kept(knowledge: Knowledge) -> list[Component]:
