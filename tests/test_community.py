@@ -15,12 +15,12 @@ from recleak.attacks.base import Knowledge, WhoBelongs
 from recleak.attacks.community import (
     UNSEEN,
     PeerCommunity,
-    PeerCommunityThroughItems,
     Scoring,
     ServerCommunity,
     Vector,
     fitted,
 )
+from recleak.attacks.community_items import PeerCommunityThroughItems
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
 from recleak.defenses.sharing import Share, ShareLess
@@ -236,7 +236,7 @@ def test_mean_chances_are_those_of_sigmoids() -> None:
     for scale in (0.01, 1.0, 30.0, 1e4):  # also where exp would overflow
         table = (scale * draw.standard_normal((3, 50, 8))).astype(np.float32)
         head, vector = (draw.standard_normal(shape).astype(np.float32) for shape in ((3, 8), (2, 8)))
-        bias, item, offset = np.float32([0.1, 0, -2]), np.array([4, 1, 7, 49, 3]), np.array([0, 2, 5])
+        bias, item, offset = np.array([0.1, 0, -2], np.float32), np.array([4, 1, 7, 49, 3]), np.array([0, 2, 5])
         adversary, model, out = np.array([0, 1, 1, 0]), np.array([0, 1, 2, 2]), np.empty(4, np.float32)
         score_pairs(table, head, bias, vector, item, offset, np.arange(9), adversary, model, out)
         logits = np.einsum("kid,kd->ki", table[model].astype(float), vector[adversary] * head[model].astype(float))

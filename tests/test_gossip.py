@@ -28,7 +28,9 @@ from recleak.models.components import Normal
 from recleak.models.mf import GMF
 from recleak.models.ncf import NCF
 from recleak.protocols import gossip
-from recleak.protocols.gossip import Gossip, GossipModel, random_views, train_gossip
+from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
+from recleak.protocols.mail import random_views
+from recleak.protocols.nodes import first_nodes
 from recleak.testing.models import ragged
 from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining, Task, train
@@ -87,7 +89,7 @@ def plain_loop(protocol: Gossip, data: Interactions, defense: Defense, seed: int
     task = Task(MODEL, components, local, defense, seed)
     examples = Examples.of(data, negatives=local.negatives, resample=local.resample, seed=seed)
     store = ClientStore(components, local.optimizer, data.n_users, data.n_items, seed)
-    first = gossip._first_nodes(components, data.n_users, data.n_items, seed, "float32")
+    first = first_nodes(components, data.n_users, data.n_items, seed, "float32")
     has = {int(node): {name: value[node].clone() for name, value in first.items()} for node in nodes}
     for tick in range(protocol.rounds):
         if tick % protocol.refresh == 0:

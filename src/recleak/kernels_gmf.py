@@ -314,7 +314,7 @@ def _mean_chance(rows: F32, turned: F32, bias: np.float32, item: I64, chance: F3
     total = np.float32(0)
     for t in range(count):
         total += np.float32(1) / (np.float32(1) + chance[t] * scale[t])
-    return total / max(count, 1)
+    return float(total / max(count, 1))
 
 
 @compiled

@@ -77,8 +77,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "proportional": "recleak.attacks.attribute:Proportional",
         "community": "recleak.attacks.community:ServerCommunity",
         "community-of-peers": "recleak.attacks.community:PeerCommunity",
-        "community-through-items": "recleak.attacks.community:CommunityThroughItems",
-        "community-of-peers-through-items": "recleak.attacks.community:PeerCommunityThroughItems",
+        "community-through-items": "recleak.attacks.community_items:CommunityThroughItems",
+        "community-of-peers-through-items": "recleak.attacks.community_items:PeerCommunityThroughItems",
     },
     "optimizer": {"adam": "recleak.training.optimizers:Adam", "sgd": "recleak.training.optimizers:SGD"},
     "object": {
