@@ -211,6 +211,7 @@ def _train(
     plays = any(getattr(tap.attack, "vector", "") in ("told", "mean") for tap in listening)
     confidants = range(made.train.n_users) if plays else ()
     features = None if made.features is None else made.features.values
+    work = cell.path / f"work-{digest(sorted(taps))}"
     if isinstance(made.protocol, Gossip):
         return train_gossip(
             made.protocol,
@@ -223,6 +224,7 @@ def _train(
             user_features=features,
             confidants=confidants,
             seed=cell.seed,
+            directory=work,
             show_progress=False,
         )
     return train_federated(
@@ -235,7 +237,7 @@ def _train(
         user_features=features,
         confidants=confidants,
         seed=cell.seed,
-        directory=cell.path / f"work-{digest(sorted(taps))}",
+        directory=work,
         show_progress=False,
     )
 

@@ -6,17 +6,12 @@ the chunk, so neither does any bit of the result, and memory is bounded by the b
 
 A run with a directory is saved there before its first round and every few seconds after a round:
 
-    run.json                 what the run is: all that decides its result
-    checkpoint.safetensors   the shared parameters and the taps' state after a number of rounds
-    clients/                 what clients keep (`training.state`)
+    run.json, checkpoint.safetensors   `protocols.saving`: the shared parameters and the taps' state
+    clients/                           what clients keep (`training.state`)
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
@@ -25,7 +20,7 @@ from functools import cached_property
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import scipy.sparse as sp
@@ -44,6 +39,7 @@ from recleak.models.base import Model, Params
 from recleak.models.components import by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.protocols.saving import Checkpoint, Interrupted, describe
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training.aggregate import Aggregation, Summation, apply
@@ -56,11 +52,7 @@ from recleak.training.personal import first_params, personal_scores
 from recleak.training.state import (
     CheckpointError,
     ClientStore,
-    differences,
-    identify,
     locked,
-    read_file,
-    replace_file,
 )
 from recleak.training.transitions import examples_of
 from recleak.update import merge
@@ -69,10 +61,6 @@ from recleak.wire import Broadcast, Upload
 BLOCK = 64  # clients in one message; part of the last bits of a result, so not an option
 _FORMAT = "recleak federated run 1"
 _SCORED = 1 << 26  # bytes of gathered item rows at a time when users are scored
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a run; says what is saved and how to continue."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +215,7 @@ def train_federated(
             for tap in taps:
                 tap.close()
         except KeyboardInterrupt as interrupt:
-            raise Interrupted(run.after_interrupt()) from interrupt
+            raise Interrupted(run.checkpoint.after_interrupt(run.round, protocol.rounds)) from interrupt
     loss, clients = tuple(run.loss), tuple(run.clients)
     return FederatedModel(run.task, run.params, run.store, run.train, loss, clients, run.store.version, run.continued)
 
@@ -259,7 +247,7 @@ class _Run:
         check_tables(components, train)
         check_features(model, user_features, train)
         self.protocol, self.taps, self.chunk, self.seed = protocol, taps, chunk, seed
-        self.directory, self.device = directory, device
+        self.device = device
         self.train = train if model.needs_transitions else train.distinct()  # who comes again does so in a sequence
         local = protocol.local
         examples = examples_of(model, self.train, local, spare, seed)
@@ -269,14 +257,18 @@ class _Run:
         self.assignment = Assignment(self.task, examples)
         self.round, self.loss, self.clients = 0, list[float](), list[int]()
         self.confidants = np.zeros(0, np.int64)
-        self.saved: int | None = None  # the rounds in the checkpoint
         self.params = first_params(components, train.n_users, train.n_items, seed, device)
-        self._load(describe(protocol, self.task, self.train, spare, taps))
+        config = describe(_FORMAT, protocol, self.task, self.train, taps, spare=spare, block=BLOCK)
+        self.checkpoint = Checkpoint(directory, config)
+        if found := self.checkpoint.read(protocol.rounds, taps):
+            tensors, about = found
+            self.round, self.loss, self.clients = about["round"], about["loss"], about["clients"]
+            self.params = {name: tensors[f"params {name}"].to(device) for name in self.params}
         self.store = ClientStore(
             components, local.optimizer, train.n_users, train.n_items, seed, directory, committed=self.round
         )
         self.continued = self.round
-        if self.saved is None:
+        if self.checkpoint.saved is None:
             self.save()  # now: taps that have heard a part of the first round can go back to their beginning
 
     def walk(self, executor: Executor, checkpoint_seconds: float, show_progress: bool) -> None:
@@ -296,16 +288,6 @@ class _Run:
                     self.feed.wait()
                     self.save()
                     saved = time.monotonic()
-
-    def after_interrupt(self) -> str:
-        """What to say after Ctrl-C."""
-        where = f"Interrupted after {self.round:,} of {self.protocol.rounds:,} rounds"
-        if self.directory is None:
-            return f"{where}; nothing is kept.\n  Give the run a directory, and it can be continued."
-        return (
-            f"{where}; {self.saved or 0:,} rounds are saved in {self.directory}.\n"
-            "  Run it again with the same settings to continue."
-        )
 
     # One round.
 
@@ -370,98 +352,11 @@ class _Run:
                 cut += [piece[start : start + self.chunk] for start in range(0, len(piece), self.chunk)]
         return [np.sort(block[piece]) for piece in cut]
 
-    # Checkpoints.
-
     def save(self) -> None:
         """Put the run on disk as it is after this round; a kill at any moment leaves this or the one before."""
-        if self.directory is None:
+        if self.checkpoint.directory is None:
             return
         self.store.flush()
         tensors = {f"params {name}": value.cpu() for name, value in self.params.items()}
-        for position, tap in enumerate(self.taps):
-            tensors |= {f"tap {position} {name}": value.clone() for name, value in tap.state().items()}
-        about = {"run": self.fingerprint, "round": self.round, "loss": self.loss, "clients": self.clients}
-        replace_file(self.directory / "checkpoint.safetensors", tensors, about)
+        self.checkpoint.write(self.round, tensors, {"loss": self.loss, "clients": self.clients}, self.taps)
         self.store.commit(self.round)
-        self.saved = self.round
-
-    def _load(self, config: dict[str, Any]) -> None:
-        """Continue from the checkpoint in the directory, if there is one and it is of this very run."""
-        if self.directory is None:
-            return
-        text = json.dumps(config, indent=2)
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        before = _earlier(self.directory)
-        file = self.directory / "checkpoint.safetensors"
-        if not file.exists():  # nothing was sent yet
-            _begin(self.directory, text)
-            return
-        tensors, about = read_file(file)
-        if about.get("run") != self.fingerprint:
-            changed = "; ".join(islice(differences(before, json.loads(text)), 4)) or "its run.json was changed"
-            raise CheckpointError(
-                f"{self.directory} holds a run of something else: {changed}.\n"
-                "  Give the same settings to continue it, or another directory."
-            )
-        self.round, self.loss, self.clients = about["round"], about["loss"], about["clients"]
-        if self.round > self.protocol.rounds:
-            raise CheckpointError(
-                f"{self.directory} holds {self.round:,} rounds, expected at most the {self.protocol.rounds:,} asked "
-                "for.\n  Ask for as many rounds or more, or give another directory."
-            )
-        self.params = {name: tensors[f"params {name}"].to(self.device) for name in self.params}
-        for position, tap in enumerate(self.taps):
-            mark = f"tap {position} "
-            tap.restore({name.removeprefix(mark): value for name, value in tensors.items() if name.startswith(mark)})
-        self.saved = self.round
-
-
-def _earlier(directory: Path) -> dict[str, Any]:
-    """What run.json says of a run in the directory; empty if there is none. A directory of other things is refused."""
-    file = directory / "run.json"
-    others = [each.name for each in directory.iterdir() if each.name not in (".lock", "run.json.partial")]
-    if not others:
-        return {}
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        before = None
-    if not isinstance(before, dict) or before.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{directory} holds other things ({', '.join(sorted(others)[:3])}), expected a run or an empty directory.\n"
-            "  Nothing is overwritten: give another directory."
-        )
-    return before
-
-
-def _begin(directory: Path, config: str) -> None:
-    """A directory for a new run; what a run left that was killed before its first checkpoint goes."""
-    shutil.rmtree(directory / "clients", ignore_errors=True)
-    partial = directory / "run.json.partial"
-    partial.write_text(config + "\n", encoding="utf-8")
-    partial.replace(directory / "run.json")
-
-
-def describe(
-    protocol: Federated, task: Task, train: Interactions, spare: tuple[Interactions, ...], taps: Sequence[Tap]
-) -> dict[str, Any]:
-    """All that decides the result, but for the number of rounds: a finished run may be prolonged."""
-    settings = {each.name: getattr(protocol, each.name) for each in dataclasses.fields(protocol)}
-    del settings["rounds"]
-    parts = {
-        "format": _FORMAT,
-        "protocol": settings,
-        "block": BLOCK,
-        "model": task.model,
-        "components": {part.name: part for part in task.components},
-        "defense": task.defense,
-        "seed": task.seed,
-        "train": train,
-        "spare": spare,
-        "user_features": task.user_features,
-        "taps": [
-            {"class": type(tap), "attack": getattr(tap, "attack", None), "vantage": getattr(tap, "vantage", None)}
-            for tap in taps
-        ],
-    }
-    return {name: identify(part) for name, part in parts.items()}

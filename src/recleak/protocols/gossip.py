@@ -16,11 +16,14 @@ What a node sends, it also has: defenses act on the changes of its training befo
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import scipy.sparse as sp
@@ -42,6 +45,7 @@ from recleak.protocols.checks import check_clients, check_features, check_tables
 from recleak.protocols.mail import Mail, random_views
 from recleak.protocols.nodes import DTYPE, PIECE, TABLE, Precision, add, finite, first_nodes, fitting, merge, misfit
 from recleak.protocols.panel import CUTOFF, NEGATIVES, Panel
+from recleak.protocols.saving import Checkpoint, Interrupted, describe
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training import compiled_prme
@@ -51,7 +55,7 @@ from recleak.training.compiled_gmf import direct, judge_nodes, train_nodes
 from recleak.training.executor import Assignment, InProcess, Session, Work
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import personal_scores
-from recleak.training.state import ClientStore
+from recleak.training.state import ClientStore, locked
 from recleak.training.transitions import LocalTransitions, examples_of
 from recleak.update import NodeParams
 from recleak.wire import Push
@@ -61,6 +65,8 @@ Merging = Literal["pairwise", "together"]
 Weights = Literal["data", "equal"]
 Tamper: TypeAlias = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # from what a node has to what it sends
 _WAVES = 1 << 20  # numbers of visits in one tick: more than anybody gets messages
+_ARRAYS = ("known", "view", "trainings")  # of a run, saved as they are
+_FORMAT = "recleak gossip run 1"
 _log = logging.getLogger("recleak.gossip")
 
 
@@ -165,6 +171,8 @@ def train_gossip(
     seed: int = 0,
     spare: tuple[Interactions, ...] = (),
     user_features: Tensor | None = None,
+    directory: Path | None = None,
+    checkpoint_seconds: float = 60.0,
     faulty: Mapping[int, Tamper] | None = None,
     confidants: Sequence[int] = (),
     show_progress: bool = True,
@@ -174,14 +182,19 @@ def train_gossip(
     `valid` are the items on which nodes compare their peers; personal peers need it. `taps` receive every message that
     arrives. `faulty` nodes send something else than what they have. Who sends parameters that are not finite, or do not
     fit the model, is not listened to in that tick, and is named in the log. `confidants` are users who side with an
-    adversary: in every tick they tell what they keep (`Disclosure`).
+    adversary: in every tick they tell what they keep (`Disclosure`). With a `directory` the run is saved and continued
+    as that of a federation; all that nodes have goes to disk, so a save may take no more than a tenth of the time.
     """
-    run = _Run(protocol, model, train, valid, defense or Defense(), tuple(taps), chunk, seed, spare, user_features)
-    run.faulty, run.confidants = dict(faulty or {}), np.unique(np.asarray(confidants, np.int64))
-    with interrupts_arrive():
-        run.walk(InProcess(threads), show_progress)
-    for tap in taps:
-        tap.close()
+    with interrupts_arrive(), nullcontext() if directory is None else locked(directory):
+        given = (protocol, model, train, valid, defense or Defense(), tuple(taps), chunk, seed, spare, user_features)
+        run = _Run(*given, directory)
+        run.faulty, run.confidants = dict(faulty or {}), np.unique(np.asarray(confidants, np.int64))
+        try:
+            run.walk(InProcess(threads), checkpoint_seconds, show_progress)
+            for tap in taps:
+                tap.close()
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted(run.checkpoint.after_interrupt(run.tick, protocol.rounds)) from interrupt
     rejected, trainings = tuple(sorted(run.rejected)), tuple(run.trainings.tolist())
     loss, visits = tuple(run.loss), tuple(run.visits)
     return GossipModel(run.task, run.params, run.store, run.train, loss, visits, rejected, trainings)
@@ -202,6 +215,7 @@ class _Run:
         seed: int,
         spare: tuple[Interactions, ...],
         user_features: Tensor | None,
+        directory: Path | None,
     ) -> None:
         protocol.check()
         if defense.secure_aggregation:
@@ -222,7 +236,11 @@ class _Run:
         check_clients(None, self.nodes, examples)
         self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
         self.assignment = Assignment(self.task, examples)
-        self.params = first_nodes(components, train.n_users, train.n_items, seed, protocol.precision)
+        config = describe(_FORMAT, protocol, self.task, self.train, taps, valid=valid, spare=spare)
+        self.checkpoint = Checkpoint(directory, config)
+        found = self.checkpoint.read(protocol.rounds, taps)
+        if found is None:
+            self.params = first_nodes(components, train.n_users, train.n_items, seed, protocol.precision)
         self.store = ClientStore(components, local.optimizer, train.n_users, train.n_items, seed)
         self.keeps_rows = any(part.storage == "per_item" and not part.shared for part in components)
         self.direct = compiled_prme.direct(self.task) or direct(self.task, DTYPE[protocol.precision])
@@ -239,19 +257,31 @@ class _Run:
         self.trainings = np.zeros(train.n_users, np.int64)
         self.snapshots: dict[int, NodeParams] = {}  # by tick: what was sent in it
         self.tick, self.loss, self.visits, self.rejected = 0, list[float](), list[int](), set[int]()
+        if found is not None:
+            self._continue(*found)
+        else:
+            self.save()  # now: taps that have heard a part of the first tick can go back to their beginning
 
-    def walk(self, executor: InProcess, show_progress: bool) -> None:
-        """All ticks."""
+    def walk(self, executor: InProcess, checkpoint_seconds: float, show_progress: bool) -> None:
+        """All ticks that are left."""
+        if self.tick == self.protocol.rounds:
+            return
         width = cores() if executor.threads is None else executor.threads
         with (
             executor.open(self.assignment) as session,
             ThreadPoolExecutor(width) as self.pool,
             feeding(self.taps) as self.feed,
-            Progress(self.protocol.rounds, shown=show_progress) as bar,
+            Progress(self.protocol.rounds, self.tick, shown=show_progress) as bar,
         ):
+            saved, rest = time.monotonic(), checkpoint_seconds
             while self.tick < self.protocol.rounds:
                 self.step(session)
                 bar.round(self.tick, self.loss[-1], self.visits[-1])
+                if self.tick == self.protocol.rounds or time.monotonic() - saved >= rest:
+                    begun = time.monotonic()
+                    self.save()
+                    saved = time.monotonic()
+                    rest = max(checkpoint_seconds, 9 * (saved - begun))
 
     def step(self, session: Session) -> None:
         """One tick: send, receive, merge and train."""
@@ -273,6 +303,40 @@ class _Run:
         self.visits.append(visits)
         self.feed.wait()  # it reads what was sent in this tick
         self.tick += 1
+
+    # Saving.
+
+    def save(self) -> None:
+        """All that the next tick needs."""
+        if self.checkpoint.directory is None:
+            return
+        tensors = {f"node {name}": value for name, value in self.params.items()}
+        tensors |= {f"kept {name}": value for name, value in self.store.contents().items()}
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        for tick, mail in self.due.items():
+            arrays |= {f"due {tick} {name}": value for name, value in vars(Mail.join(mail)).items()}
+        tensors |= {name: torch.from_numpy(value) for name, value in arrays.items()}
+        for sent in {int(sent) for mail in self.due.values() for each in mail for sent in each.sent}:
+            tensors |= {f"sent {sent} {name}": value for name, value in self.snapshots[sent].items()}
+        about = {"loss": self.loss, "visits": self.visits, "rejected": sorted(self.rejected)}
+        self.checkpoint.write(self.tick, tensors, about, self.taps)
+
+    def _continue(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        """Go on from there."""
+
+        def under(mark: str) -> dict[str, Tensor]:
+            return {name.removeprefix(mark): value for name, value in tensors.items() if name.startswith(mark)}
+
+        self.tick, self.loss, self.visits = about["round"], about["loss"], about["visits"]
+        self.rejected = set(about["rejected"])
+        self.params = NodeParams(under("node "))
+        self.store.restore(under("kept "))
+        for name in _ARRAYS:
+            setattr(self, name, tensors[name].numpy())
+        for tick in {int(name.split()[0]) for name in under("due ")}:
+            self.due[tick] = [Mail(**{name: value.numpy() for name, value in under(f"due {tick} ").items()})]
+        for sent in {int(name.split()[0]) for name in under("sent ")}:
+            self.snapshots[sent] = NodeParams(under(f"sent {sent} "))
 
     # Sending.
 
