@@ -231,6 +231,23 @@ def test_compiled_scores_are_those_of_the_general_way(scoring: Scoring, bias: bo
     torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scoring", ["confidence", "calibrated", "standardized", "jaccard", "ndcg"])
+def test_equal_vectors_are_their_mean(scoring: Scoring) -> None:
+    data, _ = checkerboard(8, 12)
+    known = knowledge_of(data, ShareLess(("user",)))
+    same = torch.randn(4, generator=torch.Generator().manual_seed(3)).expand(8, 4)
+    scores = []
+    for vector in ("told", "mean"):
+        attack = ServerCommunity(scoring=scoring, vector=vector)
+        tap = Listening(Server(), attack, known)
+        tap.receive(Disclosure(torch.arange(8), {"user": same}, {}))
+        protocol = Federated(rounds=2, local=LOCAL)
+        train_federated(protocol, MODEL, data, defense=ShareLess(("user",)), taps=[tap], show_progress=False)
+        scores.append(tap.answer(WhoBelongs(torch.arange(8), torch.arange(8))))
+    assert bool(torch.isfinite(scores[0]).all())
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
+
+
 def test_mean_chances_are_those_of_sigmoids() -> None:
     draw = np.random.default_rng(0)
     for scale in (0.01, 1.0, 30.0, 1e4):  # also where exp would overflow

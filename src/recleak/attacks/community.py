@@ -83,11 +83,6 @@ class _Community:
         for name, kind in (("scoring", Scoring), ("vector", Vector), ("keep", Keeping)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(kind))}.")
-        if self.scoring in ("ndcg", "jaccard") and self.vector in ("told", "fitted"):
-            raise ConfigError(
-                f"scoring is {self.scoring!r} with the vector {self.vector!r}, expected 'sent' or 'mean': it needs the "
-                "scores of all items by each pair."
-            )
 
     def init(self, knowledge: Knowledge) -> State:
         """Nobody has sent anything."""
@@ -152,11 +147,13 @@ class _Community:
             given = (models, vectors["user"], adversary, model)
             return of_models(knowledge, self.scoring, *given, told=told, seed=self.seed)
         targets = targets_of(knowledge)
+        if told and self.scoring in ("ndcg", "jaccard"):
+            return self._of_all_items(knowledge, models, vectors, targets, adversary, model)
         if told:
             return self._of_pairs(knowledge, models, vectors, targets, adversary, model)
         logits = _logits(knowledge, models, vectors, changes)  # f32[m, I]
         if self.scoring == "ndcg":
-            return self._ndcg(logits, targets)[adversary, model]
+            return torch.stack([self._ndcg(logits, mine, a) for a, mine in enumerate(targets)])[adversary, model]
         if "excluded" in knowledge.public:
             counts = 1 - knowledge.public["excluded"][sender]  # f32[m, I]: items that count
             size = (targets @ counts.T).clamp(min=1)  # f32[A, m]
@@ -171,10 +168,25 @@ class _Community:
             case "standardized":
                 score = ((targets @ (logits * counts).T) / size - logits.mean(1)) / logits.std(1).clamp(min=TINY)
             case "jaccard":
-                claims = _claimed(knowledge, logits) * counts
-                both = targets @ claims.T
-                score = both / (size + claims.sum(1) - both)
+                score = _jaccard(targets, _claimed(knowledge, logits) * counts, size)
         return score[adversary, model]
+
+    def _of_all_items(
+        self, knowledge: Knowledge, models: Params, vectors: Params, targets: Tensor, adversary: Tensor, model: Tensor
+    ) -> Tensor:
+        """With a vector of each adversary where the scores of all items count: one adversary after the other."""
+        out = torch.full((len(adversary),), UNSEEN)
+        for a in torch.unique(adversary).tolist():
+            pair = (adversary == a).nonzero().squeeze(1)
+            some = {name: value[model[pair]] for name, value in models.items()}
+            own = {name: value[a].expand(len(pair), *value.shape[1:]) for name, value in vectors.items()}
+            logits = _logits(knowledge, some, own)  # f32[k, I]
+            if self.scoring == "ndcg":
+                out[pair] = self._ndcg(logits, targets[a], a)
+            else:
+                mine = targets[a : a + 1]
+                out[pair] = _jaccard(mine, _claimed(knowledge, logits), mine.sum(1, keepdim=True).clamp(min=1))[0]
+        return out
 
     def _of_pairs(
         self, knowledge: Knowledge, models: Params, vectors: Params, targets: Tensor, adversary: Tensor, model: Tensor
@@ -237,18 +249,16 @@ class _Community:
             case _:
                 return (mean - rest.mean(1)) / rest.std(1).clamp(min=TINY)
 
-    def _ndcg(self, logits: Tensor, targets: Tensor) -> Tensor:
-        out = torch.zeros(len(targets), len(logits))
-        for a, mine in enumerate(targets):
-            own, others = mine.nonzero().squeeze(1), (mine == 0).nonzero().squeeze(1)
-            if not len(own) or not len(others):
-                continue
-            lot = random.below(len(others), self.seed, "ndcg", a, own.numpy()[:, None], range(self.negatives))
-            against = logits[:, others[torch.from_numpy(lot)]]  # f32[m, t, negatives]
-            best = logits[:, own].unsqueeze(2)
-            rank = (against > best).sum(2) + 0.5 * (against == best).sum(2)
-            out[a] = torch.where(rank < self.cutoff, 1 / torch.log2(rank + 2), 0.0).mean(1)
-        return out
+    def _ndcg(self, logits: Tensor, targets: Tensor, a: int) -> Tensor:
+        """By m models for adversary a, each target against sampled other items: f32[m, I], f32[I] -> f32[m]."""
+        own, others = targets.nonzero().squeeze(1), (targets == 0).nonzero().squeeze(1)
+        if not len(own) or not len(others):
+            return torch.zeros(len(logits))
+        lot = random.below(len(others), self.seed, "ndcg", a, own.numpy()[:, None], range(self.negatives))
+        against = logits[:, others[torch.from_numpy(lot)]]  # f32[m, t, negatives]
+        best = logits[:, own].unsqueeze(2)
+        rank = (against > best).sum(2) + 0.5 * (against == best).sum(2)
+        return torch.where(rank < self.cutoff, 1 / torch.log2(rank + 2), 0.0).mean(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,6 +495,12 @@ def _claimed(knowledge: Knowledge, logits: Tensor) -> Tensor:
     count = mean_items(knowledge)
     top = logits.topk(min(count, logits.shape[1]), dim=1).indices
     return torch.zeros_like(logits).scatter_(1, top, 1.0)
+
+
+def _jaccard(targets: Tensor, claims: Tensor, size: Tensor) -> Tensor:
+    """f32[A, I], f32[m, I], f32[A, 1 or m] (how many targets) -> f32[A, m]."""
+    both = targets @ claims.T
+    return both / (size + claims.sum(1) - both)
 
 
 def _padded(targets: Tensor) -> tuple[Tensor, Tensor]:
