@@ -18,6 +18,7 @@ from recleak.attacks.community import (
     Scoring,
     ServerCommunity,
     Vector,
+    _totals,
     fitted,
 )
 from recleak.attacks.community_items import PeerCommunityThroughItems
@@ -246,6 +247,16 @@ def test_equal_vectors_are_their_mean(scoring: Scoring) -> None:
         scores.append(tap.answer(WhoBelongs(torch.arange(8), torch.arange(8))))
     assert bool(torch.isfinite(scores[0]).all())
     torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.002, 0.05])
+def test_sums_over_few_or_many_targets(share: float) -> None:
+    draw = torch.Generator().manual_seed(2)
+    targets = (torch.rand(7, 3000, generator=draw) < share).float()
+    targets[3] = 0
+    value = torch.randn(5, 3000, generator=draw)
+    torch.testing.assert_close(_totals(targets, value), targets @ value.T, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(_totals(targets, value[:0]), torch.zeros(7, 0))
 
 
 def test_mean_chances_are_those_of_sigmoids() -> None:

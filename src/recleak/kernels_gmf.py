@@ -266,6 +266,18 @@ def score_changed(
 
 
 @compiled
+def sum_targets(value: F32, item: I64, offset: I64, out: F32) -> None:
+    """Of each row of f32[m, I] the sums over items of A sets, i64[T] and i64[A + 1], to f32[A, m]."""
+    for m in range(value.shape[0]):
+        row = value[m]
+        for a in range(out.shape[0]):
+            total = np.float32(0)
+            for t in range(offset[a], offset[a + 1]):
+                total += row[item[t]]
+            out[a, m] = total
+
+
+@compiled
 def score_pairs(
     table: F32, head: F32, bias: F32,  # f32[m, I, d], f32[m, d], f32[m]: of models
     vector: F32,  # f32[A, d]: of adversaries

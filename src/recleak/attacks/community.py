@@ -39,13 +39,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from recleak import random
 from recleak.attacks.base import Knowledge, State, WhoBelongs
 from recleak.attacks.transitions import fitted as fitted_to_transitions
 from recleak.attacks.transitions import of_changes, of_models
 from recleak.errors import ConfigError
-from recleak.kernels_gmf import score_changed, score_items, score_pairs, standardize_pairs
+from recleak.kernels_gmf import score_changed, score_items, score_pairs, standardize_pairs, sum_targets
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.models.mf import GMF
@@ -63,6 +64,8 @@ NUMBERS = 1 << 24  # of gathered parameters at a time
 _STEPS, _AGAIN, _RATE = 60, 10, 0.1  # of fitting a vector: the first time, and from round to round
 _FEW = 100  # targets that it is fitted to
 TINY = 1e-12
+_DENSE = 0.01  # the share of targets among all items above which a matrix product is faster
+_FOUND = WeakIdKeyDictionary()  # the places of targets, as long as these are in use
 WEIGHT, _BIAS = "head.1.weight", "head.1.bias"  # of GMF
 
 
@@ -156,17 +159,17 @@ class _Community:
             return torch.stack([self._ndcg(logits, mine, a) for a, mine in enumerate(targets)])[adversary, model]
         if "excluded" in knowledge.public:
             counts = 1 - knowledge.public["excluded"][sender]  # f32[m, I]: items that count
-            size = (targets @ counts.T).clamp(min=1)  # f32[A, m]
+            size = _totals(targets, counts).clamp(min=1)  # f32[A, m]
         else:
             counts, size = logits.new_ones(()), targets.sum(1, keepdim=True).clamp(min=1)  # f32[A, 1]
         match self.scoring:
             case "confidence":
-                score = (targets @ (torch.sigmoid(logits) * counts).T) / size
+                score = _totals(targets, torch.sigmoid(logits) * counts) / size
             case "calibrated":
                 chance = torch.sigmoid(logits)
-                score = (targets @ (chance * counts).T) / size - chance.mean(1)
+                score = _totals(targets, chance * counts) / size - chance.mean(1)
             case "standardized":
-                score = ((targets @ (logits * counts).T) / size - logits.mean(1)) / logits.std(1).clamp(min=TINY)
+                score = (_totals(targets, logits * counts) / size - logits.mean(1)) / logits.std(1).clamp(min=TINY)
             case "jaccard":
                 score = _jaccard(targets, _claimed(knowledge, logits) * counts, size)
         return score[adversary, model]
@@ -220,8 +223,7 @@ class _Community:
         self, models: Params, vector: Tensor, targets: Tensor, sample: Tensor, adversary: Tensor, model: Tensor
     ) -> Tensor:
         """The same for generalized matrix factorization."""
-        owner, item = targets.nonzero(as_tuple=True)
-        offset = torch.searchsorted(owner, torch.arange(len(targets) + 1))
+        item, offset = _places(targets)
         head, out = models[WEIGHT].squeeze(-1), torch.empty(len(adversary))
         bias = models[_BIAS].squeeze(-1) if _BIAS in models else torch.zeros(len(head))
         table = models["item"]
@@ -329,7 +331,7 @@ class ServerCommunity(_Community):
         else:
             told = self._way(knowledge) in ("told", "fitted")
             given = (received, update, vectors["user"])
-            score = of_changes(knowledge, self.scoring, *given, told=told, seed=self.seed).flatten()
+            score = of_changes(knowledge, self.scoring, *given, told=told, seed=self.seed)[adversary, model]
         return self.keeping(state, adversary, update.client[model], score)
 
     def _counted(self, state: State, update: Update) -> State:
@@ -497,9 +499,31 @@ def _claimed(knowledge: Knowledge, logits: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter_(1, top, 1.0)
 
 
+def _places(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The targets of each adversary as items one after another, i64[T] and i64[A + 1]; found once for each tensor."""
+    if targets not in _FOUND:
+        owner, item = targets.nonzero(as_tuple=True)
+        _FOUND[targets] = item.contiguous(), torch.searchsorted(owner, torch.arange(len(targets) + 1))
+    places: tuple[Tensor, Tensor] = _FOUND[targets]
+    return places
+
+
+def _totals(targets: Tensor, value: Tensor) -> Tensor:
+    """The sum over an adversary's targets of what a model gives items, f32[A, I], f32[m, I] -> f32[A, m].
+
+    Of a large catalog hardly any item is a target: then only these are read.
+    """
+    item, offset = _places(targets)
+    if len(item) > _DENSE * targets.numel():
+        return targets @ value.T
+    out = torch.empty(len(targets), len(value))
+    sum_targets(*(each.contiguous().numpy() for each in (value, item, offset, out)))
+    return out
+
+
 def _jaccard(targets: Tensor, claims: Tensor, size: Tensor) -> Tensor:
     """f32[A, I], f32[m, I], f32[A, 1 or m] (how many targets) -> f32[A, m]."""
-    both = targets @ claims.T
+    both = _totals(targets, claims)
     return both / (size + claims.sum(1) - both)
 
 
