@@ -36,17 +36,19 @@ from torch import Tensor
 from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.data.sequences import Transitions
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Defense, all_components
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, unknown_name
 from recleak.machine import interrupts_arrive
 from recleak.models.base import Model, Params
 from recleak.models.components import by_name
 from recleak.progress import Progress
-from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.protocols.checks import check_attributes, check_clients, check_features, check_tables
+from recleak.protocols.stopping import Stopping
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
-from recleak.training.aggregate import Aggregation, Summation, apply
+from recleak.training.aggregate import Aggregation, Summation, apply, unaveraged
+from recleak.training.attributes import PrivateAttributes, PublicData
 from recleak.training.cohort import DivergedError, LocalTraining, Task, widths
 from recleak.training.compiled_prme import scores_in_context
 from recleak.training.executor import Assignment, Executor, InProcess, Session, Work
@@ -140,6 +142,7 @@ class FederatedModel:
     clients: tuple[int, ...]  # that answered in each round
     version: int  # of the store
     continued: int = 0  # rounds that an earlier call had made
+    curve: tuple[float, ...] = ()  # what a stopping rule saw
 
     def scores(self, users: Tensor) -> Tensor:
         """Every item for each of the given users: i64[B] -> f32[B, I]; memory beside the result is bounded."""
@@ -192,6 +195,8 @@ def train_federated(
     seed: int = 0,
     spare: tuple[Interactions, ...] = (),
     user_features: Tensor | None = None,
+    attributes: PrivateAttributes | None = None,
+    stopping: Stopping | None = None,
     directory: Path | None = None,
     checkpoint_seconds: float = 5.0,
     device: torch.device | str = "cpu",
@@ -202,10 +207,11 @@ def train_federated(
 
     `taps` receive every message of the wire in order; they are closed after the last round, and not if a run fails.
     With a `directory` the run is checkpointed. Calling again with the same arguments continues it, whenever it was
-    killed or interrupted, with the same result to the bit; with more rounds it prolongs a finished run. Without one,
-    an interrupted run leaves nothing, and its taps cannot be used again. Items of `spare` (for instance the test part)
-    are never drawn as negatives, as some published codes do. `confidants` are users who side with an adversary: in
-    every round they tell what they keep (`Disclosure`).
+    killed or interrupted, with the same result to the bit; with more rounds it prolongs a finished run. Without one, an
+    interrupted run leaves nothing, and its taps cannot be used again. Items of `spare` (for instance the test part) are
+    never drawn as negatives, as some published codes do. `confidants` are users who side with an adversary: in every
+    round they tell what they keep (`Disclosure`). `attributes` are what users keep to themselves about themselves, for
+    defenses that protect it. With `stopping`, a run may end before its last round.
     """
     with interrupts_arrive(), nullcontext() if directory is None else locked(directory):
         run = _Run(
@@ -218,9 +224,11 @@ def train_federated(
             seed,
             spare,
             user_features,
+            attributes,
             directory,
             device,
         )
+        run.stopping = stopping
         run.confidants = np.unique(np.asarray(confidants, np.int64))
         try:
             run.walk(executor or InProcess(), checkpoint_seconds, show_progress)
@@ -228,8 +236,7 @@ def train_federated(
                 tap.close()
         except KeyboardInterrupt as interrupt:
             raise Interrupted(run.after_interrupt()) from interrupt
-    loss, clients = tuple(run.loss), tuple(run.clients)
-    return FederatedModel(run.task, run.params, run.store, run.train, loss, clients, run.store.version, run.continued)
+    return run.model()
 
 
 class _Run:
@@ -246,13 +253,14 @@ class _Run:
         seed: int,
         spare: tuple[Interactions, ...],
         user_features: Tensor | None,
+        attributes: PrivateAttributes | None,
         directory: Path | None,
         device: torch.device | str,
     ) -> None:
         protocol.check()
         if chunk < 1:
             raise ConfigError(f"chunk is {chunk}, expected at least 1 client.")
-        components = defense.sharing(model.components())
+        components = all_components(model.components(), defense)
         by_name(components)
         check_defense(defense, components)
         check_optimizer(protocol.local.optimizer, set(by_name(components)))
@@ -265,7 +273,15 @@ class _Run:
         examples = examples_of(model, self.train, local, spare, seed)
         self.eligible = np.flatnonzero(examples.count).astype(np.int64)
         check_clients(protocol.clients_per_round, self.eligible, examples)
-        self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
+        self.task = Task(
+            model, components, local, defense, seed, model.item_features(train.n_items), user_features, attributes
+        )
+        check_attributes(defense, attributes, train.n_users)
+        self.public = None
+        if attributes is not None and defense.disclosed:
+            self.public = PublicData(components, defense.disclosed, attributes, self.train.matrix(), seed)
+        self.stopping: Stopping | None = None
+        self.curve: list[float] = []
         self.assignment = Assignment(self.task, examples)
         self.round, self.loss, self.clients = 0, list[float](), list[int]()
         self.confidants = np.zeros(0, np.int64)
@@ -282,7 +298,7 @@ class _Run:
     def walk(self, executor: Executor, checkpoint_seconds: float, show_progress: bool) -> None:
         """All rounds that are left."""
         rounds = self.protocol.rounds
-        if self.round == rounds:
+        if self.round == rounds or self._ended():
             return
         with (
             executor.open(self.assignment) as session,
@@ -292,10 +308,26 @@ class _Run:
             saved = time.monotonic()
             while self.round < rounds:
                 progress.round(self.step(session), self.loss[-1], self.clients[-1])
-                if self.round == rounds or time.monotonic() - saved >= checkpoint_seconds:
+                if self.stopping is not None and self.stopping.due(self.round):
+                    self.curve.append(self.stopping.score(self.model()))
+                ended = self.round == rounds or self._ended()
+                if ended or time.monotonic() - saved >= checkpoint_seconds:
                     self.feed.wait()
                     self.save()
                     saved = time.monotonic()
+                if ended:
+                    return
+
+    def _ended(self) -> bool:
+        return self.stopping is not None and self.stopping.rule.ended(self.curve)
+
+    def model(self) -> FederatedModel:
+        """As it is after this round."""
+        loss, clients, curve = tuple(self.loss), tuple(self.clients), tuple(self.curve)
+        version = self.store.version
+        return FederatedModel(
+            self.task, self.params, self.store, self.train, loss, clients, version, self.continued, curve
+        )
 
     def after_interrupt(self) -> str:
         """What to say after Ctrl-C."""
@@ -316,18 +348,24 @@ class _Run:
         self.feed.send(Broadcast(self.round, self.params))
         if len(self.confidants):
             self.feed.send(self.store.disclosed(self.confidants))
+        received = self.params
+        if self.public is not None and (told := self.public.message()) is not None:
+            self.feed.send(told)
+            received = {**self.params, **self.public.tables()}
         total = Summation(self.params, components, count_rows=protocol.aggregation == "touched-mean")
         loss = 0.0
         blocks = [participants[start : start + BLOCK] for start in range(0, len(participants), BLOCK)]
         width = session.width if len(blocks) < session.width else 1  # or whole blocks are enough work for everybody
         chunks = [self._chunks(block, width) for block in blocks]
         works = (Work(self.round, self.store.read(chunk).to(self.device)) for cut in chunks for chunk in cut)
-        with closing(session.map(self.params, works)) as results:
+        with closing(session.map(received, works)) as results:
             for cut in chunks:
                 parts = list(islice(results, len(cut)))
                 for part in parts:
                     self.store.write(part.kept.to("cpu"))
                 update = merge([part.update for part in parts])
+                if self.public is not None:
+                    self.public.add(self.params, update, merge([part.kept for part in parts]), self.round)
                 order = torch.cat([part.update.client for part in parts]).argsort()
                 positives, losses = (
                     torch.cat([getattr(part, of) for part in parts])[order] for of in ("positives", "loss")
@@ -340,7 +378,8 @@ class _Run:
         if len(participants):
             aggregate = total.result(self.round)
             self.feed.send(aggregate)
-            self.params = apply(self.params, aggregate, protocol.aggregation, protocol.server_learning_rate)
+            plain = unaveraged(components)
+            self.params = apply(self.params, aggregate, protocol.aggregation, protocol.server_learning_rate, plain)
             self._require_finite(len(participants))
         self.loss.append(loss / len(participants) if len(participants) else float("nan"))
         self.clients.append(len(participants))
@@ -380,7 +419,16 @@ class _Run:
         tensors = {f"params {name}": value.cpu() for name, value in self.params.items()}
         for position, tap in enumerate(self.taps):
             tensors |= {f"tap {position} {name}": value.clone() for name, value in tap.state().items()}
-        about = {"run": self.fingerprint, "round": self.round, "loss": self.loss, "clients": self.clients}
+        if self.public is not None:
+            tensors |= {f"public {name}": value.clone() for name, value in self.public.state.items()}
+        about: dict[str, Any] = {
+            "run": self.fingerprint,
+            "round": self.round,
+            "loss": self.loss,
+            "clients": self.clients,
+        }
+        if self.curve:
+            about["curve"] = self.curve
         replace_file(self.directory / "checkpoint.safetensors", tensors, about)
         self.store.commit(self.round)
         self.saved = self.round
@@ -410,6 +458,9 @@ class _Run:
                 "for.\n  Ask for as many rounds or more, or give another directory."
             )
         self.params = {name: tensors[f"params {name}"].to(self.device) for name in self.params}
+        self.curve = about.get("curve", [])
+        if self.public is not None:
+            self.public.state = {name: tensors[f"public {name}"].clone() for name in self.public.state}
         for position, tap in enumerate(self.taps):
             mark = f"tap {position} "
             tap.restore({name.removeprefix(mark): value for name, value in tensors.items() if name.startswith(mark)})
@@ -459,6 +510,7 @@ def describe(
         "train": train,
         "spare": spare,
         "user_features": task.user_features,
+        **({} if task.attributes is None else {"attributes": task.attributes}),
         "taps": [
             {"class": type(tap), "attack": getattr(tap, "attack", None), "vantage": getattr(tap, "vantage", None)}
             for tap in taps
