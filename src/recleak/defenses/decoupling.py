@@ -66,8 +66,7 @@ class Decoupling(Defense):
     does. sample: so many public users, others in every round; None: all of them. pairs: own items of a batch that count
     in L_ir. As the published code: `warm_up` rounds without terms (it has 3); `relabels`: all rows, public ones too,
     get the client's own label from the second step or attribute on, a bug; `inverse` "own": g is trained on the
-    client's own label and averaged by the server. That gives the label away: of a one-hot input only the row of the own
-    class moves.
+    client's own label instead of public ones.
     """
 
     attributes: Mapping[str, int] = field(default_factory=dict)
@@ -125,8 +124,7 @@ class Decoupling(Defense):
             widths = {"irrelevant": (2 * d, classes), "forward": (d, classes), "inverse": (classes, d)}
             for kind in self.kinds:
                 inputs, outputs = widths[kind]
-                shared = kind == "inverse" and self.inverse == "own"
-                parts += estimator_components(_name(kind, attribute), (inputs, *self.hidden, outputs), shared=shared)
+                parts += estimator_components(_name(kind, attribute), (inputs, *self.hidden, outputs))
         return tuple(parts)
 
     @property

@@ -49,10 +49,10 @@ from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training.aggregate import Aggregation, Summation, apply, unaveraged
 from recleak.training.attributes import PrivateAttributes, PublicData
-from recleak.training.cohort import DivergedError, LocalTraining, Task, widths
+from recleak.training.cohort import DivergedError, LocalTraining, Task, train, widths
 from recleak.training.compiled_prme import scores_in_context
 from recleak.training.executor import Assignment, Executor, InProcess, Session, Work
-from recleak.training.local import steps_per_epoch
+from recleak.training.local import Examples, steps_per_epoch
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import first_params, personal_scores
 from recleak.training.state import (
@@ -64,7 +64,7 @@ from recleak.training.state import (
     read_file,
     replace_file,
 )
-from recleak.training.transitions import examples_of
+from recleak.training.transitions import TransitionExamples, examples_of
 from recleak.update import merge
 from recleak.wire import Broadcast, Upload
 
@@ -143,6 +143,8 @@ class FederatedModel:
     version: int  # of the store
     continued: int = 0  # rounds that an earlier call had made
     curve: tuple[float, ...] = ()  # what a stopping rule saw
+    examples: Examples | TransitionExamples | None = None
+    tuned: bool = False  # users score after one more local training, each with tables of its own, as PFedRec has it
 
     def scores(self, users: Tensor) -> Tensor:
         """Every item for each of the given users: i64[B] -> f32[B, I]; memory beside the result is bounded."""
@@ -168,7 +170,12 @@ class FederatedModel:
         for start in range(0, len(order), step):
             some = order[start : start + step].numpy()
             here = None if asked is None else asked[start : start + step]
-            parts.append(personal_scores(self.task, self.params, self.store.read(some), self._own[some], here))
+            kept, moved = self.store.read(some), None
+            if self.tuned and self.examples is not None:
+                data = self.examples.draw(some, len(self.loss))
+                trained = train(self.task, self.params, kept, data, len(self.loss))
+                kept, moved = trained.kept, trained.update
+            parts.append(personal_scores(self.task, self.params, kept, self._own[some], here, moved=moved))
         return torch.cat(parts)[back.to(parts[0].device)]
 
     def _require_its_clients(self) -> None:
@@ -325,8 +332,9 @@ class _Run:
         """As it is after this round."""
         loss, clients, curve = tuple(self.loss), tuple(self.clients), tuple(self.curve)
         version = self.store.version
+        examples, continued = self.assignment.examples, self.continued
         return FederatedModel(
-            self.task, self.params, self.store, self.train, loss, clients, version, self.continued, curve
+            self.task, self.params, self.store, self.train, loss, clients, version, continued, curve, examples
         )
 
     def after_interrupt(self) -> str:

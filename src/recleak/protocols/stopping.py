@@ -42,7 +42,24 @@ class Reached:
         return bool(curve) and curve[-1] >= self.level
 
 
-Rule = Plateau | Reached
+@dataclass(frozen=True)
+class Either:
+    """Stop when one of two rules says so; checks are those of the first."""
+
+    first: Plateau
+    second: Reached
+
+    @property
+    def every(self) -> int:
+        """Rounds between checks."""
+        return self.first.every
+
+    def ended(self, curve: Sequence[float]) -> bool:
+        """Whether training is over, given all checks so far."""
+        return self.first.ended(curve) or self.second.ended(curve)
+
+
+Rule = Plateau | Reached | Either
 
 
 @dataclass(frozen=True, eq=False)
