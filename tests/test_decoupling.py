@@ -608,7 +608,7 @@ def test_attack_reads_vectors_and_mean_rows_as_clients_left_them() -> None:
 def test_attack_without_the_truth_infers_items_itself() -> None:
     model, defense = NCF(D, (5,)), Share(("user",), averaged=False)
     known = knowledge_of(model, defense, torch.zeros(24, dtype=torch.int64))
-    attack = FromRepresentations(users=(), rounds="last")
+    attack = FromRepresentations(reads="items", rounds="last")
     tap = Listening(Server(), attack, known)
     _, heard = run(model, defense)
     for message in heard:
@@ -621,7 +621,7 @@ def test_attack_without_the_truth_infers_items_itself() -> None:
 def test_watching_a_path_keeps_first_mean_and_way() -> None:
     model, defense = NCF(D, (5,)), Share(("user",), averaged=False)
     known = knowledge_of(model, defense, torch.zeros(24, dtype=torch.int64))
-    attack = FromRepresentations(items=None, rounds="all", watch="path")
+    attack = FromRepresentations(reads="users", rounds="all", watch="path")
     tap = Listening(Server(), attack, known)
     _, heard = run(model, defense)
     seen = []
@@ -637,7 +637,7 @@ def test_watching_a_path_keeps_first_mean_and_way() -> None:
 def test_kept_vectors_are_read_where_they_are_told() -> None:
     model = Decoupled(D, (5,))
     known = knowledge_of(model, Defense(), torch.zeros(24, dtype=torch.int64))
-    attack = FromRepresentations(users=("user.private",), items=None, rounds="last")
+    attack = FromRepresentations(reads="users", users=("user.private",), rounds="last")
     tap = Listening(Server(), attack, known)
     _, heard = run(model, Defense(), confidants=range(0, 24, 2))
     for message in heard:
@@ -654,8 +654,8 @@ def test_kept_vectors_are_read_where_they_are_told() -> None:
 def test_attack_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="expected rounds='all'"):
         FromRepresentations(watch="path", rounds="last")
-    with pytest.raises(ConfigError, match="expected something to read"):
-        FromRepresentations(users=(), items=None)
+    with pytest.raises(ConfigError, match="No vector of users is sent"):
+        FromRepresentations(reads="users").init(knowledge_of(NCF(D), Defense(), torch.zeros(24, dtype=torch.int64)))
     attack = FromRepresentations(users=("usr",))
     with pytest.raises(NotFoundError, match="Unknown component 'usr'"):
         attack.init(knowledge_of(NCF(D), Defense(), torch.zeros(24, dtype=torch.int64)))
@@ -684,7 +684,9 @@ def test_attributes_of_real_columns() -> None:
     from recleak.data.source import open_data
 
     data = open_data("synthetic")
-    made = attributes_of(data, ["gender", "age"], share=0.2, seed=1)
+    public = insensitive(data.n_users, 0.2, 1)
+    numbers = [name for name, kind in data.attributes.items() if kind == "continuous"]
+    made = attributes_of(data, ["gender", *numbers], public, numbers=numbers)
     made.check(data.n_users)
     assert not made.labels["gender"].is_floating_point()
-    assert made.labels["age"].is_floating_point() == (data.attributes["age"] == "continuous")
+    assert all(made.labels[name].is_floating_point() for name in numbers)

@@ -34,6 +34,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "gmf": "recleak.models.mf:GMF",
         "lightgcn": "recleak.models.lightgcn:LightGCN",
         "pfedrec": "recleak.models.pfedrec:PFedRec",
+        "decoupled": "recleak.models.decoupled:Decoupled",
         "feature-gcn": "recleak.models.feature_gcn:FeatureGCN",
     },
     "protocol": {
@@ -58,6 +59,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "perturbed-features": "recleak.defenses.feature_noise:PerturbedFeatures",
         "functional-mechanism": "recleak.defenses.functional_mechanism:FunctionalMechanism",
         "objective-perturbation": "recleak.defenses.objective_perturbation:ObjectivePerturbation",
+        "decoupling": "recleak.defenses.decoupling:Decoupling",
+        "user-consent": "recleak.defenses.consent:UserConsent",
         "dp-sgd": "recleak.defenses.dp_sgd:DPSGD",
         "clipped-mean-noise": "recleak.defenses.dp_sgd:ClippedMeanNoise",
     },
@@ -71,6 +74,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "random": "recleak.attacks.membership:RandomGuess",
         "all-positive": "recleak.attacks.membership:AllPositive",
         "from-updates": "recleak.attacks.attribute:FromUpdates",
+        "from-representations": "recleak.attacks.representation:FromRepresentations",
         "known-columns": "recleak.attacks.attribute:KnownColumns",
         "through-items": "recleak.attacks.attribute:ThroughItems",
         "majority": "recleak.attacks.attribute:MajorityClass",
@@ -83,6 +87,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {"adam": "recleak.training.optimizers:Adam", "sgd": "recleak.training.optimizers:SGD"},
     "object": {
         "network": "recleak.attacks.learners:Network",
+        "chosen-epoch": "recleak.attacks.learners:ChosenEpoch",
         "tree": "recleak.attacks.learners:Tree",
         "svc": "recleak.attacks.learners:Svc",
         "neighbors": "recleak.attacks.learners:Neighbors",

@@ -24,6 +24,7 @@ from recleak.models.components import require_names
 from recleak.update import Update
 from recleak.wire import Broadcast, Disclosure, ServerMessage, Upload
 
+Reads = Literal["all", "users", "items"]
 Watch = Literal["rows", "path"]
 OWN = "own items"  # public knowledge of an oracle: i64[n, 2], clients and items
 _SENT = "sent/"  # before a table of the last broadcast
@@ -34,16 +35,17 @@ _TOLD = "told/"
 class FromRepresentations(RowPerClient):
     """A learner on vectors of users and the mean rows of their items, as clients leave them.
 
-    users: the vectors that it reads; one that is kept is read where the users told it (`Disclosure`), which no server
-    has of all users: that is how z_u^re is attacked for the sake of analysis (Figure 7). items: the table, or None:
-    vectors alone. rounds: the last participation of a client, a certain round, or the mean over all. watch "path":
-    reads the first, the mean and the way from the first to the last participation: whoever watches over many rounds. It
-    needs rounds="all". oracle: the own items are told, `own items` in the public knowledge; else `membership` infers
-    them from each upload.
+    reads: vectors and items, or one of them alone. users: which vectors; None: all that are sent, if any. One that is
+    kept can be named: it is read where users told it (`Disclosure`), which no server has of all users. items: the
+    table. rounds: the last participation of a client, a certain round, or the mean over all. watch "path": reads the
+    first, the mean and the way from the first to the last participation: whoever watches over many rounds; with
+    rounds="all". oracle: the own items are told, `own items` in the public knowledge; else `membership` infers them
+    from each upload.
     """
 
-    users: tuple[str, ...] = ("user",)
-    items: str | None = "item"
+    reads: Reads = "all"
+    users: tuple[str, ...] | None = None
+    items: str = "item"
     membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0, participation="all"))
     oracle: bool = False
     watch: Watch = "rows"
@@ -56,16 +58,29 @@ class FromRepresentations(RowPerClient):
             raise ConfigError(f"watch is {self.watch!r}, expected one of {', '.join(get_args(Watch))}.")
         if self.watch == "path" and self.rounds != "all":
             raise ConfigError(f"watch is 'path' with rounds={self.rounds!r}, expected rounds='all'.")
-        if not self.users and self.items is None:
-            raise ConfigError("users is empty and items is None, expected something to read.")
+        if self.reads not in get_args(Reads):
+            raise ConfigError(f"reads is {self.reads!r}, expected one of {', '.join(get_args(Reads))}.")
 
     def init(self, knowledge: Knowledge) -> State:
         """Nobody was seen; names are checked."""
         parts = {part.name: part for part in knowledge.components}
-        require_names("component", (*self.users, *(() if self.items is None else (self.items,))), parts)
-        if self.items is not None and not parts[self.items].shared:
+        names = (*self._vectors(knowledge), *(() if self.reads == "users" else (self.items,)))
+        require_names("component", names, parts)
+        if not names:
+            raise ConfigError(
+                "No vector of users is sent, expected one.\n  Read items, or name vectors that users tell."
+            )
+        if self.reads != "users" and not parts[self.items].shared:
             raise ConfigError(f"The table {self.items!r} is kept, expected one that is sent.")
         return super().init(knowledge)
+
+    def _vectors(self, knowledge: Knowledge) -> tuple[str, ...]:
+        """The vectors of users that it reads."""
+        if self.reads == "items":
+            return ()
+        if self.users is not None:
+            return self.users
+        return tuple(part.name for part in knowledge.components if part.shared and part.storage == "per_user")
 
     def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """Remember what was broadcast and told; turn each client of an upload into a row."""
@@ -75,7 +90,7 @@ class FromRepresentations(RowPerClient):
         if isinstance(message, Disclosure):
             kinds = {part.name: part.shared for part in knowledge.components}
             told = {name: value for name, value in message.values.items() if not kinds.get(name, True)}
-            if not set(self.users) & set(told):
+            if not set(self._vectors(knowledge)) & set(told):
                 return state
             kept = {name: value for name, value in state.items() if not name.startswith(_TOLD)}
             return {**kept, _TOLD + "client": message.client, **{_TOLD + name: told[name] for name in told}}
@@ -98,7 +113,7 @@ class FromRepresentations(RowPerClient):
     def _read(self, knowledge: Knowledge, state: State, update: Update, round: int) -> tuple[Tensor, Tensor]:
         """What a learner reads of each client, f32[C, p], and of whom all of it is known, bool[C]."""
         pieces, ready = [], torch.ones(update.n_clients, dtype=torch.bool)
-        for name in self.users:
+        for name in self._vectors(knowledge):
             if name in update.values:
                 pieces.append(update.values[name] + state[_SENT + name][update.client])
                 continue
@@ -112,14 +127,12 @@ class FromRepresentations(RowPerClient):
                 vector[known] = state[_TOLD + name][place[known]]
             pieces.append(vector)
             ready &= known
-        if self.items is not None:
+        if self.reads != "users":
             pieces.append(self._mean_rows(knowledge, state, update, round))
         return torch.cat(pieces, dim=1), ready
 
     def _mean_rows(self, knowledge: Knowledge, state: State, update: Update, round: int) -> Tensor:
         """The mean of the rows of items that seem to be a client's own, as the client left them, f32[C, d]."""
-        if self.items is None:
-            raise AssertionError("only asked with a table of items")
         weight = self._own(knowledge, state, update, round)  # f32[N]
         rows = update.rows[self.items] + state[_SENT + self.items][update.item]
         total = rows.new_zeros(update.n_clients, rows.shape[1]).index_add_(0, update.owner, rows * weight.unsqueeze(1))

@@ -105,6 +105,15 @@ class Defense:
         return ()
 
     @property
+    def insensitive(self) -> float:
+        """The share of users who tell theirs, for who has to draw them (an audit)."""
+        return 0.0
+
+    def for_attributes(self, classes: Mapping[str, int]) -> Defense:
+        """The same for the attributes of the data at hand, with so many classes each, if it names none."""
+        return self
+
+    @property
     def disclosed(self) -> tuple[str, ...]:
         """The components that insensitive users tell to everybody after they trained, with their attributes.
 
@@ -258,6 +267,15 @@ class Chain(Defense):
             if term is not None:
                 total = term if total is None else total + term
         return total
+
+    @property
+    def insensitive(self) -> float:
+        """The largest of all."""
+        return max((defense.insensitive for defense in self.defenses), default=0.0)
+
+    def for_attributes(self, classes: Mapping[str, int]) -> Defense:
+        """Each for itself."""
+        return replace(self, defenses=tuple(defense.for_attributes(classes) for defense in self.defenses))
 
     @property
     def needs_attributes(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ C clients, d factors, K classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import isfinite, log
 
@@ -44,6 +44,7 @@ class UserConsent(Defense):
     learning_rate: float = 1.0
     steps: int = 1
     factors: int = 64
+    insensitive: float = 0.2  # share of users who tell, for an audit
 
     def __post_init__(self) -> None:
         for name in ("strength", "learning_rate"):
@@ -59,6 +60,10 @@ class UserConsent(Defense):
         if not self.attributes:
             return frozenset({"alternate", "objective"})
         return frozenset() if self.strength else frozenset({"objective"})
+
+    def for_attributes(self, classes: Mapping[str, int]) -> Defense:
+        """With these, if it names none."""
+        return self if self.attributes else replace(self, attributes=dict(classes))
 
     @property
     def needs_attributes(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ Axis letters: C clients, P public users, n inputs, m own items of a batch, d fac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import isfinite
 from typing import Literal, get_args
@@ -84,6 +84,7 @@ class Decoupling(Defense):
     relabels: bool = False
     inverse: Inverse = "public"
     factors: int = 64
+    insensitive: float = 0.2  # share of users who tell, for an audit
 
     def __post_init__(self) -> None:
         for name, given, options in (
@@ -126,6 +127,10 @@ class Decoupling(Defense):
                 inputs, outputs = widths[kind]
                 parts += estimator_components(_name(kind, attribute), (inputs, *self.hidden, outputs))
         return tuple(parts)
+
+    def for_attributes(self, classes: Mapping[str, int]) -> Defense:
+        """With these, if it names none."""
+        return self if self.attributes else replace(self, attributes=dict(classes))
 
     @property
     def needs_attributes(self) -> tuple[str, ...]:

@@ -173,7 +173,8 @@ class FederatedModel:
             kept, moved = self.store.read(some), None
             if self.tuned and self.examples is not None:
                 data = self.examples.draw(some, len(self.loss))
-                trained = train(self.task, self.params, kept, data, len(self.loss))
+                with torch.enable_grad():  # also for who scores without
+                    trained = train(self.task, self.params, kept, data, len(self.loss))
                 kept, moved = trained.kept, trained.update
             parts.append(personal_scores(self.task, self.params, kept, self._own[some], here, moved=moved))
         return torch.cat(parts)[back.to(parts[0].device)]

@@ -8,7 +8,7 @@ update, P insensitive users, k of their own items, d factors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,15 +56,21 @@ class PrivateAttributes:
                 )
 
 
-def attributes_of(data: Interactions, names: Iterable[str], *, share: float, seed: int) -> PrivateAttributes:
-    """Attributes of a data set's users, of whom about `share` are insensitive; continuous ones stay numbers."""
-    known, labels = data.attributes, {}
+def attributes_of(
+    data: Interactions, names: Iterable[str], public: Tensor, *, numbers: Container[str] = ()
+) -> PrivateAttributes:
+    """Attributes of a data set's users as classes (`data.features.classes_of`), those in `numbers` as they are.
+
+    `public` says who is insensitive, bool[U].
+    """
+    labels = {}
     for name in names:
-        if known.get(name) == "continuous":
-            labels[name] = torch.from_numpy(data.users[name].cast(pl.Float32).fill_null(float("nan")).to_numpy().copy())
+        if name in numbers:
+            column = data.users[name].cast(pl.Float32).fill_null(float("nan"))
+            labels[name] = torch.from_numpy(column.to_numpy().copy())
         else:
             labels[name] = torch.from_numpy(classes_of(data, name)[0].copy())
-    return PrivateAttributes(labels, insensitive(data.n_users, share, seed))
+    return PrivateAttributes(labels, public)
 
 
 def has_label(label: Tensor) -> Tensor:
