@@ -106,14 +106,14 @@ def one_by_one(made: pard.Setting, clients: int) -> float:
                 loss = functional.cross_entropy(
                     guards[f"{kind} {name}"](torch.stack([each[kind] for each in told])), label
                 )
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 slow.step()
         fast = torch.optim.SGD([*mine.parameters(), *(p for t in names.values() for p in t.parameters())], lr=0.5)
         span = slice(int(data.offset[client]), int(data.offset[client + 1]))
         item, target = torch.from_numpy(data.item[span]), torch.from_numpy(data.label[span])
         order = torch.randperm(len(item))
         zero = torch.zeros(1, dtype=torch.int64)
-        for batch in order.split(256):
+        for batch in torch.split(order, 256):
             fast.zero_grad()
             loss = functional.binary_cross_entropy_with_logits(mine(item[batch]), target[batch])
             for name in classes:
@@ -124,7 +124,7 @@ def one_by_one(made: pard.Setting, clients: int) -> float:
                 private = mine.private(zero)
                 loss = loss + 0.5 * functional.cross_entropy(guards[f"fp {name}"](private), label)
                 loss = loss + 0.5 * (private - names[name](label)).norm()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             fast.step()
     return process_time() - start
 

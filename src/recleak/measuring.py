@@ -151,12 +151,13 @@ def _made(cell: Cell, split: Split, canaries: Canaries | None) -> Made:
     model, protocol, defense = (objects.build(kind, settings[kind]) for kind in ("model", "protocol", "defense"))
     if features is not None:
         defense = with_categories(defense, [(each.start, each.stop) for each in features.groups.values()])
-    known = {name: len(classes_of(split.train, name)[1]) for name in _FEATURES if name in split.train.attributes}
-    defense, attributes = defense.for_attributes(known), None
+    classes = {name: len(classes_of(split.train, name)[1]) for name in _FEATURES if name in split.train.attributes}
+    defense = defense.for_attributes(classes)
+    private = None
     if defense.needs_attributes:
         public = torch.from_numpy(is_known(np.arange(train.n_users), defense.insensitive))
-        attributes = attributes_of(split.train, known, public)
-    return Made(split, train, model, protocol, defense, features, cell.seed, attributes)
+        private = attributes_of(split.train, classes, public)
+    return Made(split, train, model, protocol, defense, features, cell.seed, private)
 
 
 def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) -> None:

@@ -199,7 +199,8 @@ class ChosenEpoch(Prepared):
             found = self._walk(x[rest], x[held], code[rest], int(code.max()) + 1, self.epochs, seed)
             right = found[:, np.arange(len(held)), code[held]]  # f64[E, n]
             epochs = int(np.log(np.maximum(right, _TINY)).mean(axis=1).argmax()) + 1
-        return self._walk(x, others, code, int(code.max()) + 1, epochs, seed)[-1]
+        last: _Floats = self._walk(x, others, code, int(code.max()) + 1, epochs, seed)[-1]
+        return last
 
     def path(self, x: _Rows, label: _Ints, classes: int, others: _Rows, seed: int) -> _Floats:
         """Probabilities after each epoch, f64[E, n, K], for rows as in `fit_predict`."""

@@ -100,7 +100,8 @@ class FromRepresentations(RowPerClient):
         client = message.update.client[ready]
         new: State = {}
         for number, row in zip(client.tolist(), rows[ready], strict=True):
-            new[name] = self._added(state.get(name := f"{self.ROW}{number}"), row)
+            name = f"{self.ROW}{number}"
+            new[name] = self._added(state.get(name), row)
         counted = state["participations"].index_add(0, client, torch.ones_like(client))
         return {**state, **new, "participations": counted}
 

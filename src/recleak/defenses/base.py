@@ -42,10 +42,13 @@ class Scene:
             degree=self.batch.degree[position],
             neighbors={name: value[position] for name, value in self.batch.neighbors.items()},
         )
-        mine = ({name: value[position] for name, value in each.items()} for each in (self.attributes, self.protects))
-        own = {name: value[position] for name, value in self.own.items()}
+
+        def mine(tables: Mapping[str, Tensor]) -> Params:
+            return {name: value[position] for name, value in tables.items()}
+
         insensitive = None if self.insensitive is None else self.insensitive[position]
-        return Scene(self.round, batch, own, *mine, insensitive, self.public)
+        own, attributes, protects = mine(self.own), mine(self.attributes), mine(self.protects)
+        return Scene(self.round, batch, own, attributes, protects, insensitive, self.public)
 
 
 class Defense:

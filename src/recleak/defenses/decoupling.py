@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from math import isfinite
 from typing import Literal, get_args
 
@@ -180,10 +180,10 @@ class Decoupling(Defense):
 
         own = {part.name: scene.own[part.name] for part in self.own_components()}
         if not self.relabels:
-            rate = {"rate": self.learning_rate, "momentum": self.momentum, "steps": self.steps}
-            return descended(own, lambda leaves: loss(leaves, 0), **rate)
+            fixed_loss = partial(loss, step=0)
+            return descended(own, fixed_loss, rate=self.learning_rate, momentum=self.momentum, steps=self.steps)
         for step in range(self.steps):
-            own = descended(own, lambda leaves, step=step: loss(leaves, step), rate=self.learning_rate)
+            own = descended(own, partial(loss, step=step), rate=self.learning_rate)
         return own
 
     def _seen(self, kind: str, params: Params, scene: Scene) -> Tensor:

@@ -65,13 +65,14 @@ def descended(
     speed = {name: torch.zeros_like(value) for name, value in now.items()} if momentum else {}
     for _ in range(steps):
         leaves = {name: value.requires_grad_() for name, value in now.items()}
-        found = torch.autograd.grad(loss(leaves).sum(), list(leaves.values()), allow_unused=True)
-        slopes = {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}
+        found = torch.autograd.grad(
+            loss(leaves).sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
+        slopes = dict(zip(leaves, found, strict=True))
         if momentum:
             slopes = speed = {name: momentum * speed[name] + slope for name, slope in slopes.items()}
         with torch.no_grad():
-            now = {name: value - rate * slopes[name] if name in slopes else value for name, value in now.items()}
-        now = {name: value.detach() for name, value in now.items()}
+            now = {name: value - rate * slopes[name] for name, value in now.items()}
     return now
 
 

@@ -132,8 +132,8 @@ class Component:
     init: Init = Normal()
     layer: int | None = None  # of a head, counted from 1
     shared: bool = True
-    averaged: bool = True  # if shared; only the row of a user is sent without being averaged
     fans: tuple[int, int] | None = None  # None: from the shape
+    averaged: bool = True  # if shared; only the row of a user is sent without being averaged
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ and the hooks of the defense. It is slow, in double precision by default, and wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import log
 
@@ -222,9 +223,12 @@ class _Client:
         own = {name: params.pop(name).detach() for name in self.own_names}
         if (known := self.task.attributes) is None:
             return params, Scene(self.round, batch, own)
-        mine = [{n: v[self.who].reshape(1) for n, v in t.items()} for t in (known.labels, known.protected)]
-        public = public_of(self.received)
-        return params, Scene(self.round, batch, own, *mine, known.public[self.who].reshape(1), public)
+
+        def mine(tables: Mapping[str, Tensor]) -> Params:
+            return {name: value[self.who].reshape(1) for name, value in tables.items()}
+
+        insensitive, public = known.public[self.who].reshape(1), public_of(self.received)
+        return params, Scene(self.round, batch, own, mine(known.labels), mine(known.protected), insensitive, public)
 
     def _loss(self, examples: Tensor) -> Tensor:
         """The mean loss of some examples."""
