@@ -68,6 +68,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "alignment": "recleak.attacks.alignment:GradientAlignment",
         "alignment-of-sums": "recleak.attacks.alignment:AlignmentOfSums",
         "imia": "recleak.attacks.shadow:ShadowClients",
+        "farthest-rows": "recleak.attacks.membership:FarthestRows",
         "k-means": "recleak.attacks.membership:KMeans",
         "popularity": "recleak.attacks.membership:Popularity",
         "popularity-of-sums": "recleak.attacks.membership:PopularityOfSums",

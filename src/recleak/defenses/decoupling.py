@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from math import isfinite
 from typing import Literal, get_args
 
@@ -119,6 +119,10 @@ class Decoupling(Defense):
 
     def own_components(self) -> tuple[Component, ...]:
         """The estimators, by attribute: kept by each client."""
+        return self._estimators
+
+    @cached_property
+    def _estimators(self) -> tuple[Component, ...]:
         d = self.factors
         parts: list[Component] = []
         for attribute, classes in self.attributes.items():

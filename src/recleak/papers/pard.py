@@ -55,6 +55,7 @@ from recleak.attacks.learners import (
     Svc,
     Tree,
 )
+from recleak.attacks.membership import FarthestRows, FromUploads, Participation
 from recleak.attacks.representation import OWN, FromRepresentations, Reads
 from recleak.attacks.shadow import ShadowClients
 from recleak.data.features import classes_of
@@ -370,7 +371,9 @@ def _curve(rule: Rule, trained: FederatedModel) -> list[tuple[int, float]]:
 
 def _key(ask: Mapping[str, Scalar]) -> str:
     """What has to listen for an ask: the same for all attributes, learners and labels."""
-    return " ".join(f"{name}={ask[name]}" for name in ("attack", "reads", "uploads", "oracle", "watch") if name in ask)
+    return " ".join(
+        f"{name}={ask[name]}" for name in ("attack", "reads", "uploads", "oracle", "watch", "by") if name in ask
+    )
 
 
 def _attack(made: Setting, ask: Mapping[str, Scalar]) -> Any:
@@ -380,21 +383,28 @@ def _attack(made: Setting, ask: Mapping[str, Scalar]) -> Any:
         watch: Any = ask.get("watch", "rows")
         rounds: Any = "all" if every else "last"
         reads = READS[str(ask.get("reads", "all"))]
-        return FromRepresentations(reads=reads, rounds=rounds, watch=watch, oracle=made.oracle(ask))
-    participation: Any = "all" if every else "last"
+        return FromRepresentations(
+            reads=reads, rounds=rounds, watch=watch, oracle=made.oracle(ask), membership=_membership(ask)
+        )
     attacks: dict[str, Callable[[], Any]] = {
-        "chain": lambda: ThroughItems(membership=GradientAlignment(shadow_rows=0, participation=participation)),
-        "membership": lambda: GradientAlignment(shadow_rows=0, participation=participation),
-        "imia": lambda: ShadowClients(participation=participation, seed=made.seed),
-        "community": lambda: CommunityThroughItems(
-            membership=GradientAlignment(shadow_rows=0, participation=participation)
-        ),
+        "chain": lambda: ThroughItems(membership=_membership(ask)),
+        "membership": lambda: _membership(ask),
+        "imia": lambda: ShadowClients(participation=_membership(ask).participation, seed=made.seed),
+        "community": lambda: CommunityThroughItems(membership=_membership(ask)),
     }
     if name in attacks:
         return attacks[name]()
     if name not in ("aia", "interactions", "random-community", *_GUESSES) and "measure" not in ask:
         raise ConfigError(f"A cell asks for {dict(ask)}, expected a measure or an attack that is known.")
     return None
+
+
+def _membership(ask: Mapping[str, Scalar]) -> FromUploads:
+    """How the server tells own items: along the gradient of their score, or by how far rows moved."""
+    participation: Participation = "all" if ask.get("uploads") == "all" else "last"
+    if ask.get("by") == "distance":
+        return FarthestRows(participation=participation)
+    return GradientAlignment(shadow_rows=0, participation=participation)
 
 
 def _graded(

@@ -358,8 +358,8 @@ class _Run:
         if len(self.confidants):
             self.feed.send(self.store.disclosed(self.confidants))
         received = self.params
-        if self.public is not None and (told := self.public.message()) is not None:
-            self.feed.send(told)
+        if self.public is not None and (disclosure := self.public.message()) is not None:
+            self.feed.send(disclosure)
             received = {**self.params, **self.public.tables()}
         total = Summation(self.params, components, count_rows=protocol.aggregation == "touched-mean")
         loss = 0.0
@@ -374,7 +374,9 @@ class _Run:
                     self.store.write(part.kept.to("cpu"))
                 update = merge([part.update for part in parts])
                 if self.public is not None:
-                    self.public.add(self.params, update, merge([part.kept for part in parts]), self.round)
+                    told = set(self.task.defense.disclosed)
+                    kept = merge([part.kept.only(told) for part in parts])
+                    self.public.add(self.params, update, kept, self.round)
                 order = torch.cat([part.update.client for part in parts]).argsort()
                 positives, losses = (
                     torch.cat([getattr(part, of) for part in parts])[order] for of in ("positives", "loss")
