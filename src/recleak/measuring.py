@@ -27,7 +27,7 @@ from recleak.cells import MEMBERSHIP, Ask, Cell, metrics_of, ranks_of, split_of
 from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Defense, all_components
 from recleak.defenses.feature_noise import with_categories
 from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import digest
@@ -51,6 +51,7 @@ from recleak.storing import (
     truth_of_communities,
     truth_of_mark,
 )
+from recleak.training.attributes import PrivateAttributes, attributes_of
 from recleak.training.cohort import DivergedError
 from recleak.training.executor import InProcess
 from recleak.watching import Watching, spread
@@ -73,11 +74,12 @@ class Made:
     defense: Defense
     features: UserFeatures | None
     seed: int
+    attributes: PrivateAttributes | None = None  # of users, for a defense that protects them
 
     @property
     def components(self) -> tuple[Component, ...]:
         """With the sharing policy in force."""
-        return self.defense.sharing(self.model.components())
+        return all_components(self.model.components(), self.defense)
 
     def knowledge(self, ask: Ask | None = None) -> Knowledge:
         """What an adversary knows: the model, how clients train, the defense, and how popular items are.
@@ -149,7 +151,13 @@ def _made(cell: Cell, split: Split, canaries: Canaries | None) -> Made:
     model, protocol, defense = (objects.build(kind, settings[kind]) for kind in ("model", "protocol", "defense"))
     if features is not None:
         defense = with_categories(defense, [(each.start, each.stop) for each in features.groups.values()])
-    return Made(split, train, model, protocol, defense, features, cell.seed)
+    classes = {name: len(classes_of(split.train, name)[1]) for name in _FEATURES if name in split.train.attributes}
+    defense = defense.for_attributes(classes)
+    private = None
+    if defense.needs_attributes:
+        public = torch.from_numpy(is_known(np.arange(train.n_users), defense.insensitive))
+        private = attributes_of(split.train, classes, public)
+    return Made(split, train, model, protocol, defense, features, cell.seed, private)
 
 
 def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) -> None:
@@ -235,6 +243,7 @@ def _train(
         taps=listening,
         executor=InProcess(threads),
         user_features=features,
+        attributes=made.attributes,
         confidants=confidants,
         seed=cell.seed,
         directory=work,

@@ -7,9 +7,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.data.interactions import Interactions
+from recleak.defenses.base import Defense
 from recleak.errors import ConfigError, DataError
 from recleak.models.base import Model
 from recleak.models.components import Component, Given
+from recleak.training.attributes import PrivateAttributes
 from recleak.training.local import Examples
 from recleak.training.transitions import TransitionExamples
 
@@ -37,6 +39,19 @@ def check_features(model: Model, features: Tensor | None, train: Interactions) -
             f"Got user features of shape {tuple(features.shape)}, expected ({train.n_users}, {width or 'any'}): a row "
             "for every user of the data, and as many columns as the model's n_features."
         )
+
+
+def check_attributes(defense: Defense, attributes: PrivateAttributes | None, n_users: int) -> None:
+    """Attributes fit the users; who protects some has them."""
+    labels = {} if attributes is None else attributes.labels
+    if attributes is not None:
+        attributes.check(n_users)
+    for name in defense.needs_attributes:
+        if name not in labels:
+            raise ConfigError(
+                f"{defense!r} protects {name!r}, got users with {', '.join(labels) or 'no attributes'}.\n"
+                "  Give train_federated(..., attributes=...), see training.attributes.attributes_of."
+            )
 
 
 def check_clients(

@@ -31,22 +31,24 @@ from torch import Tensor
 from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.data.sequences import Transitions
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Defense, all_components
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, unknown_name
 from recleak.machine import interrupts_arrive
 from recleak.models.base import Model, Params
 from recleak.models.components import by_name
 from recleak.progress import Progress
-from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.protocols.checks import check_attributes, check_clients, check_features, check_tables
 from recleak.protocols.saving import Checkpoint, Interrupted, describe
+from recleak.protocols.stopping import Stopping
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
-from recleak.training.aggregate import Aggregation, Summation, apply
-from recleak.training.cohort import DivergedError, LocalTraining, Task, widths
+from recleak.training.aggregate import Aggregation, Summation, apply, unaveraged
+from recleak.training.attributes import PrivateAttributes, PublicData
+from recleak.training.cohort import DivergedError, LocalTraining, Task, train, widths
 from recleak.training.compiled_prme import scores_in_context
 from recleak.training.executor import Assignment, Executor, InProcess, Session, Work
-from recleak.training.local import steps_per_epoch
+from recleak.training.local import Examples, steps_per_epoch
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import first_params, personal_scores
 from recleak.training.state import (
@@ -54,7 +56,7 @@ from recleak.training.state import (
     ClientStore,
     locked,
 )
-from recleak.training.transitions import examples_of
+from recleak.training.transitions import TransitionExamples, examples_of
 from recleak.update import merge
 from recleak.wire import Broadcast, Upload
 
@@ -128,6 +130,9 @@ class FederatedModel:
     clients: tuple[int, ...]  # that answered in each round
     version: int  # of the store
     continued: int = 0  # rounds that an earlier call had made
+    curve: tuple[float, ...] = ()  # what a stopping rule saw
+    examples: Examples | TransitionExamples | None = None
+    tuned: bool = False  # users score after one more local training, each with tables of its own, as PFedRec has it
 
     def scores(self, users: Tensor) -> Tensor:
         """Every item for each of the given users: i64[B] -> f32[B, I]; memory beside the result is bounded."""
@@ -153,7 +158,13 @@ class FederatedModel:
         for start in range(0, len(order), step):
             some = order[start : start + step].numpy()
             here = None if asked is None else asked[start : start + step]
-            parts.append(personal_scores(self.task, self.params, self.store.read(some), self._own[some], here))
+            kept, moved = self.store.read(some), None
+            if self.tuned and self.examples is not None:
+                data = self.examples.draw(some, len(self.loss))
+                with torch.enable_grad():  # also for who scores without
+                    trained = train(self.task, self.params, kept, data, len(self.loss))
+                kept, moved = trained.kept, trained.update
+            parts.append(personal_scores(self.task, self.params, kept, self._own[some], here, moved=moved))
         return torch.cat(parts)[back.to(parts[0].device)]
 
     def _require_its_clients(self) -> None:
@@ -180,6 +191,8 @@ def train_federated(
     seed: int = 0,
     spare: tuple[Interactions, ...] = (),
     user_features: Tensor | None = None,
+    attributes: PrivateAttributes | None = None,
+    stopping: Stopping | None = None,
     directory: Path | None = None,
     checkpoint_seconds: float = 5.0,
     device: torch.device | str = "cpu",
@@ -190,10 +203,11 @@ def train_federated(
 
     `taps` receive every message of the wire in order; they are closed after the last round, and not if a run fails.
     With a `directory` the run is checkpointed. Calling again with the same arguments continues it, whenever it was
-    killed or interrupted, with the same result to the bit; with more rounds it prolongs a finished run. Without one,
-    an interrupted run leaves nothing, and its taps cannot be used again. Items of `spare` (for instance the test part)
-    are never drawn as negatives, as some published codes do. `confidants` are users who side with an adversary: in
-    every round they tell what they keep (`Disclosure`).
+    killed or interrupted, with the same result to the bit; with more rounds it prolongs a finished run. Without one, an
+    interrupted run leaves nothing, and its taps cannot be used again. Items of `spare` (for instance the test part) are
+    never drawn as negatives, as some published codes do. `confidants` are users who side with an adversary: in every
+    round they tell what they keep (`Disclosure`). `attributes` are what users keep to themselves about themselves, for
+    defenses that protect it. With `stopping`, a run may end before its last round.
     """
     with interrupts_arrive(), nullcontext() if directory is None else locked(directory):
         run = _Run(
@@ -206,9 +220,11 @@ def train_federated(
             seed,
             spare,
             user_features,
+            attributes,
             directory,
             device,
         )
+        run.stopping = stopping
         run.confidants = np.unique(np.asarray(confidants, np.int64))
         try:
             run.walk(executor or InProcess(), checkpoint_seconds, show_progress)
@@ -216,8 +232,7 @@ def train_federated(
                 tap.close()
         except KeyboardInterrupt as interrupt:
             raise Interrupted(run.checkpoint.after_interrupt(run.round, protocol.rounds)) from interrupt
-    loss, clients = tuple(run.loss), tuple(run.clients)
-    return FederatedModel(run.task, run.params, run.store, run.train, loss, clients, run.store.version, run.continued)
+    return run.model()
 
 
 class _Run:
@@ -234,13 +249,14 @@ class _Run:
         seed: int,
         spare: tuple[Interactions, ...],
         user_features: Tensor | None,
+        attributes: PrivateAttributes | None,
         directory: Path | None,
         device: torch.device | str,
     ) -> None:
         protocol.check()
         if chunk < 1:
             raise ConfigError(f"chunk is {chunk}, expected at least 1 client.")
-        components = defense.sharing(model.components())
+        components = all_components(model.components(), defense)
         by_name(components)
         check_defense(defense, components)
         check_optimizer(protocol.local.optimizer, set(by_name(components)))
@@ -253,7 +269,15 @@ class _Run:
         examples = examples_of(model, self.train, local, spare, seed)
         self.eligible = np.flatnonzero(examples.count).astype(np.int64)
         check_clients(protocol.clients_per_round, self.eligible, examples)
-        self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
+        self.task = Task(
+            model, components, local, defense, seed, model.item_features(train.n_items), user_features, attributes
+        )
+        check_attributes(defense, attributes, train.n_users)
+        self.public = None
+        if attributes is not None and defense.disclosed:
+            self.public = PublicData(components, defense.disclosed, attributes, self.train.matrix(), seed)
+        self.stopping: Stopping | None = None
+        self.curve: list[float] = []
         self.assignment = Assignment(self.task, examples)
         self.round, self.loss, self.clients = 0, list[float](), list[int]()
         self.confidants = np.zeros(0, np.int64)
@@ -264,6 +288,9 @@ class _Run:
             tensors, about = found
             self.round, self.loss, self.clients = about["round"], about["loss"], about["clients"]
             self.params = {name: tensors[f"params {name}"].to(device) for name in self.params}
+            self.curve = about["curve"]
+            if self.public is not None:
+                self.public.state = {name: tensors[f"public {name}"] for name in self.public.state}
         self.store = ClientStore(
             components, local.optimizer, train.n_users, train.n_items, seed, directory, committed=self.round
         )
@@ -274,7 +301,7 @@ class _Run:
     def walk(self, executor: Executor, checkpoint_seconds: float, show_progress: bool) -> None:
         """All rounds that are left."""
         rounds = self.protocol.rounds
-        if self.round == rounds:
+        if self.round == rounds or self._ended():
             return
         with (
             executor.open(self.assignment) as session,
@@ -284,10 +311,27 @@ class _Run:
             saved = time.monotonic()
             while self.round < rounds:
                 progress.round(self.step(session), self.loss[-1], self.clients[-1])
-                if self.round == rounds or time.monotonic() - saved >= checkpoint_seconds:
+                if self.stopping is not None and self.stopping.due(self.round):
+                    self.curve.append(self.stopping.score(self.model()))
+                ended = self.round == rounds or self._ended()
+                if ended or time.monotonic() - saved >= checkpoint_seconds:
                     self.feed.wait()
                     self.save()
                     saved = time.monotonic()
+                if ended:
+                    return
+
+    def _ended(self) -> bool:
+        return self.stopping is not None and self.stopping.rule.ended(self.curve)
+
+    def model(self) -> FederatedModel:
+        """As it is after this round."""
+        loss, clients, curve = tuple(self.loss), tuple(self.clients), tuple(self.curve)
+        version = self.store.version
+        examples, continued = self.assignment.examples, self.continued
+        return FederatedModel(
+            self.task, self.params, self.store, self.train, loss, clients, version, continued, curve, examples
+        )
 
     # One round.
 
@@ -298,18 +342,26 @@ class _Run:
         self.feed.send(Broadcast(self.round, self.params))
         if len(self.confidants):
             self.feed.send(self.store.disclosed(self.confidants))
+        received = self.params
+        if self.public is not None and (disclosure := self.public.message()) is not None:
+            self.feed.send(disclosure)
+            received = {**self.params, **self.public.tables()}
         total = Summation(self.params, components, count_rows=protocol.aggregation == "touched-mean")
         loss = 0.0
         blocks = [participants[start : start + BLOCK] for start in range(0, len(participants), BLOCK)]
         width = session.width if len(blocks) < session.width else 1  # or whole blocks are enough work for everybody
         chunks = [self._chunks(block, width) for block in blocks]
         works = (Work(self.round, self.store.read(chunk).to(self.device)) for cut in chunks for chunk in cut)
-        with closing(session.map(self.params, works)) as results:
+        with closing(session.map(received, works)) as results:
             for cut in chunks:
                 parts = list(islice(results, len(cut)))
                 for part in parts:
                     self.store.write(part.kept.to("cpu"))
                 update = merge([part.update for part in parts])
+                if self.public is not None:
+                    told = set(self.task.defense.disclosed)
+                    kept = merge([part.kept.only(told) for part in parts])
+                    self.public.add(self.params, update, kept, self.round)
                 order = torch.cat([part.update.client for part in parts]).argsort()
                 positives, losses = (
                     torch.cat([getattr(part, of) for part in parts])[order] for of in ("positives", "loss")
@@ -322,7 +374,8 @@ class _Run:
         if len(participants):
             aggregate = total.result(self.round)
             self.feed.send(aggregate)
-            self.params = apply(self.params, aggregate, protocol.aggregation, protocol.server_learning_rate)
+            plain = unaveraged(components)
+            self.params = apply(self.params, aggregate, protocol.aggregation, protocol.server_learning_rate, plain)
             self._require_finite(len(participants))
         self.loss.append(loss / len(participants) if len(participants) else float("nan"))
         self.clients.append(len(participants))
@@ -358,5 +411,8 @@ class _Run:
             return
         self.store.flush()
         tensors = {f"params {name}": value.cpu() for name, value in self.params.items()}
-        self.checkpoint.write(self.round, tensors, {"loss": self.loss, "clients": self.clients}, self.taps)
+        if self.public is not None:
+            tensors |= {f"public {name}": value.clone() for name, value in self.public.state.items()}
+        about = {"loss": self.loss, "clients": self.clients, "curve": self.curve}
+        self.checkpoint.write(self.round, tensors, about, self.taps)
         self.store.commit(self.round)

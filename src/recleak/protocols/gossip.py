@@ -34,7 +34,7 @@ from torch import Tensor
 from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.data.sequences import Transitions
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Defense, hooks
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, unknown_name
 from recleak.machine import interrupts_arrive
@@ -221,6 +221,10 @@ class _Run:
         if defense.secure_aggregation:
             raise ConfigError(
                 "Got secure aggregation in a gossip, expected a federation: nodes receive models one by one."
+            )
+        if used := hooks(defense) & {"alternate", "objective"}:
+            raise ConfigError(
+                f"{defense!r} has the hook {min(used)}, expected a federation: in a gossip nobody tells all others."
             )
         components = defense.sharing(model.components())
         by_name(components)

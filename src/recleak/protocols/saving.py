@@ -111,6 +111,7 @@ def describe(
         "seed": task.seed,
         "train": train,
         "user_features": task.user_features,
+        **({} if task.attributes is None else {"attributes": task.attributes}),
         "taps": [
             {"class": type(tap), "attack": getattr(tap, "attack", None), "vantage": getattr(tap, "vantage", None)}
             for tap in taps
