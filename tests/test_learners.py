@@ -12,7 +12,9 @@ from scipy.stats import rankdata
 from sklearn.linear_model import LogisticRegression
 
 from recleak.attacks.learners import (
+    Bayes,
     Boosting,
+    GaussianProcess,
     Learner,
     Logistic,
     Neighbors,
@@ -31,6 +33,8 @@ LEARNERS: dict[str, Learner] = {
     "neighbors": Neighbors(),
     "tree": Tree(),
     "boosting": Boosting(trees=30),
+    "bayes": Bayes(),
+    "process": GaussianProcess(),
 }
 Rows = NDArray[np.float32]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from recleak.cells import MEMBERSHIP, Ask, Baselines, Cell
+from recleak.cells import HISTORY, MEMBERSHIP, Ask, Baselines, Cell
 from recleak.experiment import System
 from recleak.files import read_table
 from recleak.metrics.comparison import (
@@ -30,6 +30,7 @@ VANTAGES = {
     "Server": "The server that receives uploads",
     "Peers": "A node of the gossip that receives models",
     "Aggregator": "The server that receives sums of uploads",
+    "Audience": "Somebody who sees the lists that users are shown",
 }
 BySeed = dict[int, PerUser]
 
@@ -55,6 +56,11 @@ class Attacked:
     def vantage(self) -> str:
         """Where it stands."""
         return str(self.facts[0].get("vantage", "")) if self.facts else ""
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether it reads what users did, beside what they are shown."""
+        return bool(self.facts and self.facts[0].get("history", False))
 
     def values(self, metric: str, *, valid: bool) -> list[PerUser]:
         """A metric by user, for each seed: of validation users, or of the others."""
@@ -85,9 +91,14 @@ class Contest:
 
     @cached_property
     def chosen(self) -> Attacked | None:
-        """The strongest attack on validation users, of those who see most: who receives uploads could add them up."""
+        """The strongest attack on validation users, of those who see most: who receives uploads could add them up.
+
+        Of those who see lists, one that reads lists alone, if there is one: what users did tells the same whatever is
+        shown, and would hide what lists tell.
+        """
         for vantage in VANTAGES:
-            found = _chosen([each for each in self.attacks if each.vantage == vantage])
+            here = [each for each in self.attacks if each.vantage == vantage]
+            found = _chosen([each for each in here if not each.reads_history]) or _chosen(here)
             if found is not None:
                 return found
         return None
@@ -102,6 +113,8 @@ class Contest:
         if self.chosen is None:
             return None
         nulls = [each for each in self.nulls if each.vantage == self.chosen.vantage]
+        if not self.chosen.reads_history:  # who does not read it is not compared with who does
+            nulls = [each for each in nulls if each.ask.settings["use"] != HISTORY]
         marks = any(each.ask.mark is not None for each in nulls)
         return _chosen(nulls if self.question == MEMBERSHIP or marks else nulls[:1])
 

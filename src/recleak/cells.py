@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import polars as pl
 
 from recleak import objects
@@ -30,7 +31,7 @@ from recleak.experiment import Data, System, digest
 from recleak.files import replace_table
 from recleak.metrics.ranking import Ranks, Scorer, rank
 from recleak.utility import BASELINES, union
-from recleak.wire import Aggregator, Peers, Server, Vantage
+from recleak.wire import Aggregator, Audience, Peers, Server, Vantage
 
 VERSION = 2  # of what a cell's files mean: those of another number do not count
 KS = (10, 20)
@@ -40,7 +41,13 @@ NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
     Server: ("random", "all-positive", "popularity"),
     Aggregator: ("popularity-of-sums",),
 }
-ATTRIBUTE_NULLS = ("majority", "proportional")
+GIVEN = "given"  # the folder of what was read, where lists exist already
+PUBLISHED = "published"  # the protocol of lists that exist already
+HISTORY = "from-history"  # the null of attacks that also read what users did: what that tells alone
+ATTRIBUTE_NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
+    Server: ("majority", "proportional"),
+    Audience: ("majority-of-audience", "proportional-of-audience"),
+}
 COMMUNITY_NULLS: Mapping[type[Vantage[Any]], tuple[str, Mapping[str, Any]]] = {
     Server: ("random users", {"use": "community", "scoring": "random"}),
     Peers: ("random peers", {"use": "community-of-peers", "scoring": "random"}),
@@ -101,6 +108,11 @@ class Cell:
         return f"{words}{', canaries' if self.canaries else ''}, seed {self.seed}"
 
     @property
+    def published(self) -> bool:
+        """Whether lists are given, and nothing is trained or held out."""
+        return is_published(self.system)
+
+    @property
     def description(self) -> dict[str, Any]:
         """All that decides the result."""
         return {
@@ -139,6 +151,18 @@ def split_of(data: Data, seed: int) -> Split:
     interactions = loaded(data)
     order: Order = data.order or ("time" if "time" in interactions.rows.columns else "random")
     return leave_one_out(interactions, by=order, seed=seed)
+
+
+def whole_of(data: Data) -> Split:
+    """Everything, nothing held out: for lists that exist already."""
+    interactions = loaded(data)
+    nothing = interactions.take(np.zeros(len(interactions), bool))
+    return Split(interactions, nothing, nothing, "nothing is held out")
+
+
+def is_published(system: System) -> bool:
+    """Whether its lists are given, and nothing is trained."""
+    return bool(system.protocol.settings["use"] == PUBLISHED)
 
 
 def ranks_of(split: Split, scorer: Scorer, data: Data, seed: int) -> Ranks:

@@ -69,7 +69,42 @@ def _with(given: Any, key: str, **setting: Any) -> list[dict[str, Any]]:
     return [{**({key: one} if isinstance(one, str) else one), **setting} for one in every]
 
 
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Lists of a system that exists already, in place of an experiment: nothing is trained but the attacker."""
+
+    recommendations: Path | None = None
+    "A table with a row for each place of a list: user, item, and maybe rank or score, and session."
+    users: Path | None = None
+    "A table with users' ids and their attributes."
+    interactions: Path | None = None
+    "A table of what users did before: user, item. Without it lists alone are read."
+    attribute: tuple[str, ...] = ()
+    "Which attributes to infer (default: every column with classes, and age); may be repeated."
+    known: float = 0.5
+    "Share of the users whose attribute the adversary knows."
+    user: str | None = None
+    "The column of users, if it is not called user, user_id, ..."
+    item: str | None = None
+    "The column of items, likewise."
+
+    def table(self, folder: Path) -> dict[str, Any]:
+        """The experiment on these files."""
+        from recleak.data.columns import ColumnMap
+        from recleak.published import experiment_of
+
+        if self.recommendations is None or self.users is None:
+            given = "--users" if self.recommendations is None else "--recommendations"
+            other = "--recommendations" if self.recommendations is None else "--users"
+            raise ConfigError(f"Got {given} without {other}, expected both: lists, and who their users are.")
+        columns = ColumnMap(user=self.user, item=self.item)
+        files = (self.recommendations, self.users, self.interactions)
+        return experiment_of(*files, folder, attributes=self.attribute, known=self.known, columns=columns)
+
+
 _NONE = Overrides()
+_TRAINED = Outputs()
 
 
 def audit(
@@ -77,6 +112,7 @@ def audit(
     /,
     *,
     overrides: Overrides = _NONE,
+    outputs: Outputs = _TRAINED,
     workers: int | None = None,
     fail_if: Annotated[tuple[str, ...], Parameter(name="--fail-if")] = (),
     point: Annotated[bool, Parameter(negative="")] = False,
@@ -86,7 +122,8 @@ def audit(
     """Attack a recommender, grade the attacks beside their nulls, and write a report; without a file, the quick start.
 
     Trains every combination of data, model, protocol and defense, with all attacks at the wire. After an interrupt, or
-    a kill, the same command continues; what was measured is never measured again.
+    a kill, the same command continues; what was measured is never measured again. With --recommendations and --users
+    it reads lists of a system of yours instead, and trains nothing but the attacker.
 
     Parameters
     ----------
@@ -107,10 +144,17 @@ def audit(
     from recleak.machine import cores
     from recleak.runs import audit_run
 
-    table = experiments.quick_start() if experiment is None else experiments.read(experiment)
-    made = experiments.experiment(overrides.apply(table), "quick start" if experiment is None else str(experiment))
+    folder = out_dir or Path("runs") / _name(experiment, outputs)
+    if outputs != _TRAINED:
+        if experiment is not None:
+            raise ConfigError(f"Got {experiment} and lists, expected one of them: an experiment, or --recommendations.")
+        table, where = outputs.table(folder), str(outputs.recommendations)
+    elif experiment is None:
+        table, where = experiments.quick_start(), "quick start"
+    else:
+        table, where = experiments.read(experiment), str(experiment)
+    made = experiments.experiment(overrides.apply(table), where)
     conditions = [Condition.parse(text, made.attributes, [each.name for each in made.marks]) for text in fail_if]
-    folder = out_dir or Path("runs") / ("quickstart" if experiment is None else experiment.stem)
     command = shlex.join(["recleak", *sys.argv[1:]])
     findings = audit_run(made, folder, workers=cores() if workers is None else workers, command=command)
     page = findings.report(folder / "report.html")
@@ -125,6 +169,12 @@ def audit(
         say(f"failed: {line}", to=err, style="red")
     if broken:
         sys.exit(1)
+
+
+def _name(experiment: Path | None, outputs: Outputs) -> str:
+    if outputs.recommendations is not None:
+        return outputs.recommendations.stem
+    return "quickstart" if experiment is None else experiment.stem
 
 
 def report_command(

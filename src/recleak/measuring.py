@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,17 @@ from torch import Tensor
 
 from recleak import objects, random
 from recleak.accounting import averaging, ledger, participations
+from recleak.attacks.audience import ShadowLists
 from recleak.attacks.base import Knowledge, WhoBelongs
 from recleak.attacks.community import colluding
 from recleak.canaries import Canaries, plant
-from recleak.cells import MEMBERSHIP, Ask, Cell, metrics_of, ranks_of, split_of
+from recleak.cells import MEMBERSHIP, Ask, Cell, metrics_of, ranks_of, split_of, whole_of
+from recleak.central import central_ledger, seen_history, shadow_lists, train_central
 from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split
 from recleak.defenses.base import Defense, all_components
+from recleak.defenses.blurme import fitted_to
 from recleak.defenses.feature_noise import with_categories
 from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import digest
@@ -36,8 +39,10 @@ from recleak.grading import grade_communities, grade_holders, pairs_seen
 from recleak.metrics.comparison import is_known
 from recleak.models.base import Model
 from recleak.models.components import Component
+from recleak.protocols.centralized import Centralized, CentralizedModel
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
+from recleak.protocols.published import Published
 from recleak.storing import (
     DELTA,
     lookouts_of,
@@ -55,12 +60,12 @@ from recleak.training.attributes import PrivateAttributes, attributes_of
 from recleak.training.cohort import DivergedError
 from recleak.training.executor import InProcess
 from recleak.watching import Watching, spread
-from recleak.wire import Aggregator, Message, Peers, Server, Upload, Vantage
+from recleak.wire import Aggregator, Audience, Message, Peers, Server, Upload, Vantage
 
 _FAILED = "failed: why"  # in the state of a tap
 _FEATURES = ("gender", "age", "occupation")  # what models with user features read, where the data have it
 _SCOUTS: Mapping[type[Vantage[Any]], str] = {Server: "random", Aggregator: "popularity-of-sums"}  # what pairs are asked
-_VANTAGES = {Federated: (Server, Aggregator), Gossip: (Peers,)}  # of a protocol
+_VANTAGES = {Federated: (Server, Aggregator), Gossip: (Peers,), Centralized: (Audience,), Published: (Audience,)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +75,7 @@ class Made:
     split: Split
     train: Interactions  # with canaries, if any
     model: Model
-    protocol: Federated | Gossip
+    protocol: Federated | Gossip | Centralized | Published
     defense: Defense
     features: UserFeatures | None
     seed: int
@@ -93,7 +98,11 @@ class Made:
             label, _ = self.classes(ask)
             known = is_known(np.arange(len(label)), ask.known)
             public[f"labels of {ask.attribute}"] = torch.from_numpy(np.where(known, label, -1))
-            if self.features is not None and ask.attribute in self.features.groups:
+            if isinstance(self.protocol, Published):
+                public |= {"history": self.history} if self.protocol.history else {}
+            elif isinstance(self.protocol, Centralized):
+                public |= {"history": self.history, **self._shadow(ask)}
+            elif self.features is not None and ask.attribute in self.features.groups:
                 columns = torch.arange(self.features.values.shape[1])[self.features.groups[ask.attribute]]
                 public[f"columns of {ask.attribute}"] = columns
         return Knowledge(
@@ -105,6 +114,24 @@ class Made:
             self.defense,
             public,
         )
+
+    @cached_property
+    def history(self) -> Tensor:
+        """What an outsider sees of what users did before lists are shown, f32[U, I]."""
+        return seen_history(self.defense, self.split, self.seed)
+
+    def _shadow(self, ask: Ask) -> dict[str, Tensor]:
+        """Lists of the adversary's own copy of the system, for an attack that reads them."""
+        if not issubclass(objects.find("attack", ask.settings["use"]), ShadowLists):  # type: ignore[arg-type]
+            return {}
+        known = is_known(np.arange(self.train.n_users), ask.known)
+        if ask.known not in self._copies:
+            self._copies[ask.known] = shadow_lists(self, known)
+        return self._copies[ask.known]
+
+    @cached_property
+    def _copies(self) -> dict[float, dict[str, Tensor]]:
+        return {}
 
     @property
     def targets(self) -> Tensor:
@@ -125,7 +152,7 @@ class Made:
 def measure(cell: Cell, threads: int) -> None:
     """Train, attack, grade, store. What is wrong for good is stored as the reason; other errors are raised."""
     replace_text(cell.path / "system.json", json.dumps(cell.description, indent=2) + "\n")
-    split = split_of(cell.system.data, cell.seed)
+    split = whole_of(cell.system.data) if cell.published else split_of(cell.system.data, cell.seed)
     canaries = plant(split.train, spare=(split.valid, split.test), seed=cell.seed) if cell.canaries else None
     try:
         _measure(cell, _made(cell, split, canaries), threads, canaries)
@@ -148,15 +175,20 @@ def _made(cell: Cell, split: Split, canaries: Canaries | None) -> Made:
         attributes = [name for name in _FEATURES if name in split.train.attributes]
         features = user_features(split.train, attributes=attributes, levels=levels if len(levels) > 1 else ())
         settings["model"] = {"n_features": features.values.shape[1], **settings["model"]}
+    kind = objects.find("model", settings["model"]["use"])
+    if getattr(kind, "needs_labels", False):
+        protected = settings["model"].get("attributes", [name for name in _FEATURES if name in train.attributes])
+        classes = [len(classes_of(split.train, name)[1]) for name in protected]
+        settings["model"] = {"attributes": protected, "classes": classes, **settings["model"]}
     model, protocol, defense = (objects.build(kind, settings[kind]) for kind in ("model", "protocol", "defense"))
     if features is not None:
         defense = with_categories(defense, [(each.start, each.stop) for each in features.groups.values()])
-    classes = {name: len(classes_of(split.train, name)[1]) for name in _FEATURES if name in split.train.attributes}
-    defense = defense.for_attributes(classes)
+    sizes = {name: len(classes_of(split.train, name)[1]) for name in _FEATURES if name in split.train.attributes}
+    defense = fitted_to(defense.for_attributes(sizes), split.train)
     private = None
     if defense.needs_attributes:
         public = torch.from_numpy(is_known(np.arange(train.n_users), defense.insensitive))
-        private = attributes_of(split.train, classes, public)
+        private = attributes_of(split.train, sizes, public)
     return Made(split, train, model, protocol, defense, features, cell.seed, private)
 
 
@@ -196,26 +228,35 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
             store_grades(cell, ask, tap, asked, made, rounds)
         else:
             store_bound(cell, ask, tap, canaries.of(np.flatnonzero(rounds >= 0)))
-    if canaries is None:
+    if canaries is None and trained is not None:
         ranks = ranks_of(made.split, trained, cell.system.data, cell.seed)
         replace_table(cell.path / "utility.parquet", metrics_of(ranks))
-    entries = ledger(
-        made.defense,
-        components=made.model.components(),
-        n_items=made.train.n_items,
-        participations=_participations(made, trained),
-        training=made.protocol.local,
-        aggregation=averaging(made.protocol),
-        delta=DELTA,
-    )
+    entries = []
+    if isinstance(made.protocol, Centralized) and isinstance(trained, CentralizedModel):
+        entries = central_ledger(made.protocol, made.defense, trained, delta=DELTA)
+    elif isinstance(trained, FederatedModel | GossipModel) and isinstance(made.protocol, Federated | Gossip):
+        entries = ledger(
+            made.defense,
+            components=made.model.components(),
+            n_items=made.train.n_items,
+            participations=_participations(made, trained),
+            training=made.protocol.local,
+            aggregation=averaging(made.protocol),
+            delta=DELTA,
+        )
     store(cell, "facts", {"reason": None, "ledger": [asdict(entry) for entry in entries]})
 
 
 def _train(
     cell: Cell, made: Made, taps: Mapping[str, _Tap], scouts: Sequence[_Tap], threads: int
-) -> FederatedModel | GossipModel:
+) -> FederatedModel | GossipModel | CentralizedModel | None:
     """By the system's protocol, with all taps; users tell what they keep if an adversary plays one of them."""
     listening = [*taps.values(), *scouts]
+    if isinstance(made.protocol, Published):
+        made.protocol.send(made.train, listening)
+        return None
+    if isinstance(made.protocol, Centralized):
+        return train_central(made, made.split, listening, made.seed, cell.path / f"work-{digest(sorted(taps))}")
     plays = any(getattr(tap.attack, "vector", "") in ("told", "mean") for tap in listening)
     confidants = range(made.train.n_users) if plays else ()
     features = None if made.features is None else made.features.values
@@ -264,8 +305,11 @@ def _first_rounds(made: Made) -> NDArray[np.int64]:
     """The round in which each user took part first, i64[U]; -1: in none."""
     first = np.full(made.train.n_users, -1, np.int64)
     eligible = np.flatnonzero(made.train.activity).astype(np.int64)
-    if isinstance(made.protocol, Gossip):
-        first[eligible] = 0  # everybody sends from the first tick on
+    if isinstance(made.protocol, Published):
+        first[made.protocol.users(made.train)] = 0
+        return first
+    if not isinstance(made.protocol, Federated):
+        first[eligible] = 0  # everybody sends from the first tick on, or is shown lists in the first session
         return first
     for round in reversed(range(made.protocol.rounds)):
         first[made.protocol.participants(eligible, round, made.seed)] = round

@@ -36,10 +36,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "pfedrec": "recleak.models.pfedrec:PFedRec",
         "decoupled": "recleak.models.decoupled:Decoupled",
         "feature-gcn": "recleak.models.feature_gcn:FeatureGCN",
+        "attention-gcn": "recleak.models.attention_gcn:AttentionGCN",
+        "autoencoder": "recleak.models.autoencoder:Autoencoder",
+        "rating-factorization": "recleak.models.factorization:RatingFactorization",
+        "walk-factorization": "recleak.models.factorization:WalkFactorization",
+        "rap": "recleak.models.rap:RAP",
+        "unknown": "recleak.models.central:UnknownModel",
     },
     "protocol": {
         "federated": "recleak.protocols.federated:Federated",
         "gossip": "recleak.protocols.gossip:Gossip",
+        "centralized": "recleak.protocols.centralized:Centralized",
+        "published": "recleak.protocols.published:Published",
     },
     "defense": {
         "none": "recleak.defenses.base:Defense",
@@ -63,6 +71,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "user-consent": "recleak.defenses.consent:UserConsent",
         "dp-sgd": "recleak.defenses.dp_sgd:DPSGD",
         "clipped-mean-noise": "recleak.defenses.dp_sgd:ClippedMeanNoise",
+        "blurme": "recleak.defenses.blurme:BlurMe",
+        "popular-lists": "recleak.defenses.release:PopularLists",
     },
     "attack": {
         "alignment": "recleak.attacks.alignment:GradientAlignment",
@@ -80,6 +90,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "through-items": "recleak.attacks.attribute:ThroughItems",
         "majority": "recleak.attacks.attribute:MajorityClass",
         "proportional": "recleak.attacks.attribute:Proportional",
+        "from-lists": "recleak.attacks.audience:FromLists",
+        "shadow-lists": "recleak.attacks.audience:ShadowLists",
+        "from-history": "recleak.attacks.audience:FromHistory",
+        "majority-of-audience": "recleak.attacks.audience:MajorityOfAudience",
+        "proportional-of-audience": "recleak.attacks.audience:ProportionalOfAudience",
         "community": "recleak.attacks.community:ServerCommunity",
         "community-of-peers": "recleak.attacks.community:PeerCommunity",
         "community-through-items": "recleak.attacks.community_items:CommunityThroughItems",
@@ -94,6 +109,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "neighbors": "recleak.attacks.learners:Neighbors",
         "boosting": "recleak.attacks.learners:Boosting",
         "logistic": "recleak.attacks.learners:Logistic",
+        "bayes": "recleak.attacks.learners:Bayes",
+        "gaussian-process": "recleak.attacks.learners:GaussianProcess",
     },
 }
 _PARENTS = {"model": "recleak.models.base:Model", "defense": "recleak.defenses.base:Defense"}

@@ -28,11 +28,14 @@ from recleak.cells import (
     ACTIVITY,
     ATTRIBUTE_NULLS,
     COMMUNITY_NULLS,
+    GIVEN,
+    HISTORY,
     MEMBERSHIP,
     NULLS,
     Ask,
     Baselines,
     Cell,
+    is_published,
     loaded,
     split_of,
 )
@@ -47,7 +50,7 @@ from recleak.machine import cores
 from recleak.measuring import measure
 from recleak.summary import tables
 from recleak.training.state import locked
-from recleak.wire import Server
+from recleak.wire import Audience, Server
 
 _SHARED_ROLES = ("user", "item", "head")
 _LAYERS = ("head.1", "head.2")  # of a head, by themselves: what noise by layer goes by
@@ -112,6 +115,7 @@ class _Plan:
         if first and self.experiment.canaries and not self.experiment.shuffle_labels:
             canaries = [Cell(system, seeds[0], print_, first, folder / "cells", canaries=True)]
         baselines = [Baselines(system.data, seed, print_, folder / "baselines") for seed in seeds]
+        baselines = [] if is_published(system) else baselines
         return Audited(system, cells, canaries, baselines, self.experiment.level)
 
     def missing(self) -> list[Cell | Baselines]:
@@ -143,7 +147,9 @@ class _Plan:
 
     def _about(self, command: str) -> dict[str, Any]:
         experiment = self.experiment
-        notes = [note for data in self.fingerprints for note in _notes(data, experiment.seed_list[0])]
+        published = {audited.system.data for audited in self.audits if is_published(audited.system)}
+        seed = experiment.seed_list[0]
+        notes = [note for data in self.fingerprints for note in _notes(data, seed, held=data not in published)]
         attacks: dict[str, dict[str, Any]] = {}
         for audited in self.audits:
             for each in audited.of_kind("attack", "null"):
@@ -167,10 +173,12 @@ class _Plan:
         }
 
 
-def _notes(data: Data, seed: int) -> list[str]:
-    """What the reader dropped, and what split and candidates had to decide."""
-    split = split_of(data, seed)
+def _notes(data: Data, seed: int, *, held: bool) -> list[str]:
+    """What the reader dropped, and where something is held out, what split and candidates had to decide."""
     found = [str(note) for note in loaded(data).notes]
+    if not held:
+        return found
+    split = split_of(data, seed)
     found += [f"{data.name}: {count:,} {what}" for what, count in split.decisions.items()]
     if data.candidates is not None:
         short = evaluation_candidates(split, data.candidates, seed=seed).short
@@ -200,9 +208,11 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
     vantages = dict.fromkeys(_vantage(ask) for ask in attacks if ask.question == MEMBERSHIP)
     names = [name for vantage in vantages for name in NULLS.get(vantage, ())]
     nulls = [Ask(name, {"use": name}, "null", **common) for name in names]
-    for attribute in dict.fromkeys(ask.attribute for ask in attacks if ask.attribute):
+    for attribute, vantage in dict.fromkeys((ask.attribute, _vantage(ask)) for ask in attacks if ask.attribute):
         about = {**common, "attribute": attribute, "known": experiment.known}
-        nulls += [Ask(name, {"use": name}, "null", **about) for name in ATTRIBUTE_NULLS]
+        reads = any(_reads_history(ask) for ask in attacks if ask.attribute == attribute)
+        names = [*([HISTORY] if reads and vantage is Audience else []), *ATTRIBUTE_NULLS.get(vantage, ())]
+        nulls += [Ask(name, {"use": name}, "null", **about) for name in names]
     for vantage in dict.fromkeys(_vantage(ask) for ask in attacks if ask.community):
         about = {**common, "community": experiment.communities}
         nulls.append(Ask(*COMMUNITY_NULLS[vantage], "null", **about))
@@ -221,6 +231,10 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
 def _question(ask: Ask) -> Any:
     """What kind of question an attack answers; None: which items."""
     return getattr(objects.build("attack", ask.settings), "question", None)
+
+
+def _reads_history(ask: Ask) -> bool:
+    return bool(getattr(objects.build("attack", ask.settings), "history", False))
 
 
 def _first_by_vantage(asks: Sequence[Ask]) -> list[Ask]:
@@ -275,7 +289,7 @@ def _begin(experiment: Experiment, folder: Path) -> None:
         for left in place.glob("*.partial"):
             if left.is_file() and left.name.split(".")[-2].isdecimal():  # of a process that was killed while it wrote
                 left.unlink()
-    others = [each.name for each in folder.iterdir() if each.name != ".lock"]
+    others = [each.name for each in folder.iterdir() if each.name not in (".lock", GIVEN)]
     if others and not _is_run(folder):
         raise ConfigError(
             f"{folder} holds other things ({', '.join(sorted(others)[:3])}), expected a run or an empty folder.\n"

@@ -121,6 +121,7 @@ def store_attribute(
         "vantage": type(tap.vantage).__name__,
         "knowledge": str(tap.knowledge),
         "classes": names,
+        "history": bool(getattr(tap.attack, "history", False)),
         "direction": direction,
         "roc": [],
     }

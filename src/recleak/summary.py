@@ -43,9 +43,9 @@ _GROUPS = 5  # of users, by activity and by round
 _FEW = 5  # users: a group of fewer is not shown
 _SMALL = 0.05  # of AUC: a lead over the null that may be larger is not called "not found"
 _ADD = {
-    "leaks": "The uploads add to that.",
-    "not found": "The uploads add little to that, or nothing.",
-    "cannot tell": "Whether the uploads add to that is uncertain: more users or seeds would tell.",
+    "leaks": "The {what} add to that.",
+    "not found": "The {what} add little to that, or nothing.",
+    "cannot tell": "Whether the {what} add to that is uncertain: more users or seeds would tell.",
 }
 _WHAT = {MEMBERSHIP: "a user's own items from the others", COMMUNITY: "who is in a user's community from who is not"}
 _TOO_FEW = "Too few pairs that are not own items to tell."
@@ -56,6 +56,9 @@ _NULLS = {
     "all-positive": "who takes all touched items for own ones",
     "majority": "who always says the most frequent class",
     "proportional": "who guesses by how frequent the classes are",
+    "majority-of-audience": "who always says the most frequent class",
+    "proportional-of-audience": "who guesses by how frequent the classes are",
+    "from-history": "who reads what users did and no list",
     "random users": "who guesses at random",
     "activity": "who only sees how many item rows each client sends",
     "random peers": "who guesses at random among those it heard of",
@@ -149,9 +152,8 @@ def _verdict(audited: Audited, contest: Contest) -> dict[str, Any]:
         found |= {"null_high": beside["high"], "excess": excess.value}
         found |= {"excess_low": excess.low, "excess_high": excess.high}
         found["verdict"] = "leaks" if excess.low > 0 else "not found" if excess.high <= _SMALL else "cannot tell"
-        words += (
-            f"; somebody {_NULLS.get(null.ask.name, null.ask.name)}, with {_range(beside)}. {_ADD[found['verdict']]}"
-        )
+        add = _ADD[found["verdict"]].format(what="lists" if attack.vantage == "Audience" else "uploads")
+        words += f"; somebody {_NULLS.get(null.ask.name, null.ask.name)}, with {_range(beside)}. {add}"
     return {**found, "words": words}
 
 

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import log_softmax, softmax
 from sklearn.ensemble import HistGradientBoostingClassifier
+from sklearn.gaussian_process import GaussianProcessClassifier
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel
+from sklearn.naive_bayes import BernoulliNB
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.neural_network import MLPClassifier
 from sklearn.svm import SVC
@@ -329,6 +332,38 @@ class Boosting(Prepared):
             random_state=_state(seed, "boosting"),
         )
         return _fitted(boosted, x, code, others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bayes(Prepared):
+    """Naive Bayes for items that a user has or has not (Bernoulli), with one pseudo-user of each kind.
+
+    Columns count as had where they are above 0, so it needs rows that are not centered.
+    """
+
+    prepare: Preparation = field(default_factory=lambda: Preparation("none", "none"))
+    smoothing: float = 1.0
+
+    def _chances(self, x: _Rows, others: _Rows, code: _Ints, seed: int) -> _Floats:
+        return _fitted(BernoulliNB(alpha=self.smoothing, binarize=0.0), x, code, others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianProcess(Prepared):
+    """A Gaussian process classifier with a squared exponential kernel, one class against the rest.
+
+    Its length is the median distance between users, and is not fitted: that would take hours for twenty classes.
+    """
+
+    amplitude: float = 4.0
+
+    def _chances(self, x: _Rows, others: _Rows, code: _Ints, seed: int) -> _Floats:
+        some = x[:200].astype(np.float64)
+        apart = np.sqrt(np.maximum(((some[:, None] - some[None]) ** 2).sum(2), 0))
+        length = float(np.median(apart[apart > 0])) if bool((apart > 0).any()) else 1.0
+        kernel = ConstantKernel(self.amplitude, "fixed") * RBF(length, "fixed")
+        process = GaussianProcessClassifier(kernel, optimizer=None, random_state=_state(seed, "process"))
+        return _fitted(process, x, code, others)
 
 
 def _fitted(estimator: Any, x: _Rows, code: _Ints, others: _Rows) -> _Floats:

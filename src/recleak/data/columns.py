@@ -36,6 +36,11 @@ GUESSES = {
     "rating": ("rating", "score", "stars", "overall"),
     "time": ("time", "timestamp", "ts", "unix_time", "unixreviewtime", "datetime", "date"),
 }
+LIST_GUESSES = {
+    "rank": ("rank", "position", "place"),
+    "score": ("score", "rating", "prediction"),
+    "session": ("session", "session_id", "day", "batch"),
+}
 FACT_GUESSES = {
     "title": ("title", "name", "movie_title"),
     "categories": ("categories", "category", "genres", "genre", "class"),
@@ -80,6 +85,19 @@ def read_columns(
     ):
         if given and table is None:
             raise RecleakError(f"Columns of a table of {kind}s were named, but no such table: say --{kind}s FILE.")
+    events, notes = read_events(path, columns)
+    user_table = item_table = None
+    if users is not None:
+        user_table, more = read_users(users, columns)
+        notes += more
+    if items is not None:
+        item_table, more = _read_facts(items, columns)
+        notes += more
+    return Interactions.build(events, user_table, item_table, notes)
+
+
+def read_events(path: Path, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, list[Note]]:
+    """The rows of a table of interactions: user and item, and rating and time where there are such columns."""
     parsers: dict[str, Parse] = {"user": text, "item": text, "rating": real, "time": time}
     header = _header(path, columns)
     sources = {name: _source(path, name, columns, header) for name in parsers}
@@ -92,14 +110,30 @@ def read_columns(
     if "time" in events.columns:
         remedy = "If 0 means unknown, leave the field empty instead."
         notes.append(Note("times are 0, that is 1 January 1970", int((events["time"] == 0).sum()), remedy, path.name))
-    user_table = item_table = None
-    if users is not None:
-        user_table, more = _read_attributes(users, columns)
-        notes += more
-    if items is not None:
-        item_table, more = _read_facts(items, columns)
-        notes += more
-    return Interactions.build(events, user_table, item_table, notes)
+    return events, notes
+
+
+def read_lists(path: Path, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, list[Note]]:
+    """Recommendation lists, a row for each place: user and item, then the session, and the rank from the best on.
+
+    A column `rank` (or `position`, `place`) has the smallest first, a column `score` the largest; without either the
+    order of rows counts. Without a `session` there is one. The result has session i64 and rank i64 from 0.
+    """
+    header = _header(path, columns)
+    fields = [Field(name, _source(path, name, columns, header) or 0, text, True) for name in ("user", "item")]
+    found = {name: _guess(header or (), guesses) for name, guesses in LIST_GUESSES.items()}
+    fields += [Field(name, source, real) for name, source in found.items() if source is not None]
+    table, notes = _read(path, fields, columns.separator)
+    session = pl.col("session").fill_null(0).cast(pl.Int64) if "session" in table.columns else pl.lit(0, pl.Int64)
+    order = pl.col("rank") if "rank" in table.columns else -pl.col("score") if "score" in table.columns else pl.lit(0.0)
+    table = table.select("user", "item", session.alias("session"), order.cast(pl.Float64).alias("order"))
+    table = table.with_row_index("row").sort("session", "user", "order", "row", nulls_last=True)
+    twice = table.height - table.unique(["session", "user", "item"]).height
+    if twice:
+        notes.append(Note("items stand twice in a list; the first place counts", twice, file=path.name))
+        table = table.unique(["session", "user", "item"], keep="first", maintain_order=True)
+    rank = pl.int_range(pl.len()).over("session", "user").cast(pl.Int64)
+    return table.select("user", "item", "session", rank.alias("rank")), notes
 
 
 def _header(path: Path, columns: ColumnMap) -> list[str] | None:
@@ -247,7 +281,8 @@ def _values(given: pl.Series, each: Field) -> pl.Series:
     return given if given.dtype.is_numeric() or each.name == "categories" else given.cast(pl.String)
 
 
-def _read_attributes(path: Path, columns: ColumnMap) -> tuple[pl.DataFrame, list[Note]]:
+def read_users(path: Path, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, list[Note]]:
+    """A table of users: `id`, and their attributes."""
     names = _names(path, columns.separator)
     key = _key(path, "user", columns, names)
     kinds = dict(columns.attributes) or dict.fromkeys((name for name in names if name != key), None)

@@ -51,6 +51,16 @@ class Scene:
         return Scene(self.round, batch, own, attributes, protects, insensitive, self.public)
 
 
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """What a recommender would show to B users."""
+
+    user: Tensor  # i64[B]
+    item: Tensor  # i64[B, K], best first; a shorter list ends with -1
+    allowed: Tensor  # bool[B, I]: what the user may be shown: neither its own nor shown before
+    popularity: Tensor  # f32[I]: how many users have an item
+
+
 class Defense:
     """A defense that does nothing. Subclasses override the hooks that they need, and never change an argument.
 
@@ -144,6 +154,10 @@ class Defense:
         """What leaves the device, after local training."""
         return update
 
+    def release(self, lists: Lists, streams: Streams) -> Tensor:
+        """The lists that users are shown in place of these, i64[B, K]; of a recommender that shows lists."""
+        return lists.item
+
     @property
     def secure_aggregation(self) -> bool:
         """Whether the receiver gets the sum of the uploads only."""
@@ -212,6 +226,7 @@ HOOKS = (
     "gradient",
     "epoch",
     "upload",
+    "release",
 )
 
 
@@ -313,6 +328,12 @@ class Chain(Defense):
         for position, defense in enumerate(self.defenses):
             update = defense.upload(update, streams.within(str(position)))
         return update
+
+    def release(self, lists: Lists, streams: Streams) -> Tensor:
+        """All in order."""
+        for position, defense in enumerate(self.defenses):
+            lists = replace(lists, item=defense.release(lists, streams.within(str(position))))
+        return lists.item
 
     @property
     def secure_aggregation(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 from typing import Literal, get_args
 
 import torch
@@ -22,6 +22,9 @@ from recleak.streams import Streams
 from recleak.update import Update
 
 Redraw = Literal["step", "never"]
+Target = Literal["mean", "sum"]
+Repair = Literal["none", "ridge"]
+_SURE = 1.5  # times the expected spectral norm of the random curvature
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,18 @@ class FunctionalMechanism(Defense):
     public, and the least that any client has is on the safe side; a client's own number would tell how much it did.
     redraw "step": new noise at each step, as GERAI's text has it ("in each iteration"), which averages out over steps.
     "never": one draw for a client and all its rounds, as Zhang et al. have it. The curvature is then negative in about
-    half of all directions, and the loss has no minimum: nothing is repaired here, so expect it to diverge.
+    half of all directions, and the loss has no minimum: it diverges, unless it is repaired.
+
+    repair "ridge" adds lambda |h|^2 with a lambda that outweighs the most negative direction. Zhang et al. (2012,
+    section 6.1) take four standard deviations of the noise, which is enough for few weights. The symmetric matrix of
+    the draw has entries of variance scale^2 / 2 beside its diagonal, so that its spectral norm is about
+    scale sqrt(2 d) (Wigner): 11 scales for d = 60, where four standard deviations are 5.7. Here lambda is 1.5 times
+    that, or four standard deviations if that is more. It depends on d, epsilon and n alone, so it costs no privacy.
+    Their other repair, to drop negative eigenvalues, needs the noisy coefficients of all data at once, which a trainer
+    of q never has; and to repair the draw by itself would be a function of the noise, which is secret.
+
+    on "sum": noise of the same scale on the sum of the coefficients, as GERAI's Algorithm 3 prints it, and not on the
+    mean, as eq. 17 has it: n times too small for its own proof.
     `epsilon=inf` adds nothing.
 
     **This gives no guarantee.** The theorem is for coefficients that are computed once from data, released with noise,
@@ -58,6 +72,8 @@ class FunctionalMechanism(Defense):
     examples: int
     redraw: Redraw = "step"
     weight: str | None = None  # the component that h is; None: the weight of the head's last layer
+    on: Target = "mean"
+    repair: Repair = "none"
 
     def __post_init__(self) -> None:
         if not self.epsilon > 0:  # NaN too
@@ -66,6 +82,10 @@ class FunctionalMechanism(Defense):
             raise ValueError(f"Got examples={self.examples}, expected how many examples a client has, at least 1.")
         if self.redraw not in get_args(Redraw):
             raise ValueError(f"Got redraw={self.redraw!r}, expected one of {', '.join(get_args(Redraw))}.")
+        if self.on not in get_args(Target):
+            raise ValueError(f"Got on={self.on!r}, expected one of {', '.join(get_args(Target))}.")
+        if self.repair not in get_args(Repair):
+            raise ValueError(f"Got repair={self.repair!r}, expected one of {', '.join(get_args(Repair))}.")
 
     @property
     def idle(self) -> frozenset[str]:
@@ -73,8 +93,12 @@ class FunctionalMechanism(Defense):
         return frozenset({"penalty"} if self.epsilon == inf else ())
 
     def scale(self, width: int) -> float:
-        """Of the noise on each coefficient, for so many weights."""
-        return sensitivity(width) / (self.epsilon * self.examples)
+        """Of the noise on each coefficient of the mean loss, for so many weights."""
+        return sensitivity(width) / (self.epsilon * self.examples) / (self.examples if self.on == "sum" else 1)
+
+    def ridge(self, width: int) -> float:
+        """What |h|^2 is multiplied with, in scales of the noise; 0 without a repair."""
+        return max(_SURE * sqrt(2 * width), 4 * sqrt(2)) if self.repair == "ridge" else 0.0
 
     def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
         """The random polynomial, f32[C]."""
@@ -84,7 +108,8 @@ class FunctionalMechanism(Defense):
         h = (moved.values[name] + received(moved, name)).flatten(1)  # f32[C, d]
         linear, square = (each.to(h) for each in self.coefficients(h.shape[1], streams))
         products = square.triu() * h.unsqueeze(2) * h.unsqueeze(1)  # f32[C, d, d]: one for each monomial
-        return self.scale(h.shape[1]) * ((linear * h).sum(1) + products.sum((1, 2)))
+        drawn = (linear * h).sum(1) + products.sum((1, 2))
+        return self.scale(h.shape[1]) * (drawn + self.ridge(h.shape[1]) * h.square().sum(1))
 
     def coefficients(self, width: int, streams: Streams) -> tuple[Tensor, Tensor]:
         """The noise at one moment of each client but for its scale: n1, f32[C, d], and N2, f32[C, d, d], of which what
@@ -119,7 +144,29 @@ class FunctionalMechanism(Defense):
             "noise on it. But what the last weights are multiplied with comes from layers that were trained on the "
             "same data and are sent without noise, and the question is asked again at every step and in every round."
         )
+        if self.on == "sum":
+            why += f" And noise of this scale on the sum of {self.examples:,} examples is as many times too small."
         return (NoGuarantee(repr(self), why),)
+
+    def composed(self, steps: int, batch_size: int) -> str:
+        """What steps of a central trainer would add up to if q were fixed, in plain words.
+
+        A step asks about a batch of B, whose mean one example moves by Delta / B: with noise of scale Delta /
+        (epsilon n) that is an epsilon of epsilon n / B. An example is in one batch of each epoch, so it is asked about
+        steps B / n times.
+        """
+        once = sensitivity(1) / batch_size / self.scale(1)
+        if self.redraw == "never":
+            return (
+                f"The noise is drawn once, so that steps add no new draw; but each of {steps:,} steps reads another "
+                "batch and other q against the same noise, and differences between them have none."
+            )
+        times = steps * batch_size / self.examples
+        return (
+            f"Even for fixed q: a step reads a batch of {batch_size:,}, for which this noise is worth an epsilon of "
+            f"{once:.3g}; in {steps:,} steps an example is read about {times:.3g} times, which adds up to "
+            f"{once * times:.3g}."
+        )
 
 
 def random_polynomial(defense: Defense, streams: Streams) -> tuple[FunctionalMechanism, Streams] | None:
@@ -133,7 +180,7 @@ def random_polynomial(defense: Defense, streams: Streams) -> tuple[FunctionalMec
             return None
         number, part = terms[0]
         return random_polynomial(part, streams.within(str(number)))
-    return (defense, streams) if type(defense) is FunctionalMechanism else None
+    return (defense, streams) if type(defense) is FunctionalMechanism and defense.repair == "none" else None
 
 
 def sensitivity(width: int) -> float:

@@ -1,0 +1,337 @@
+"""How the cells of GERAI are measured (Zhang et al., WWW 2021): lists of eight recommenders, and who reads them.
+
+What the paper leaves open or says twice, and what is taken here, the same for all methods:
+
+    split                   80/20 of each user's items at random; an eighth of the 80 is the validation part, on which
+                            training stops (NDCG@10 has not grown for five epochs)
+    optimizer               Adam. GCN and GERAI: batches of 64 as printed, but a rate of 0.001 in place of 0.005, with
+                            which NDCG@10 of validation items stayed at that of popularity (0.10, one seed, 8 epochs;
+                            with 0.001 it was 0.16 after 6). BPR, BlurMe and RAP: 0.005 and 512
+    gamma                   0.01 beside the sum over D (eq. 11), hence 0.02 / |D| as decay beside the mean
+    initial parameters      N(0, 1) for E_U and the items' vectors; weights by fan-in (He et al. 2015): with N(0, 1)
+                            there too the sigmoids saturate
+    neighbors               10 of each node, drawn anew at every step; all of them for lists
+    q in (0, 1)             clipped, as the footnote proposes, in all variants with the noisy loss
+    noise in the loss       redrawn at every step, on the mean: the prose ("in each iteration"), eq. 17, and the printed
+                            scales. `noise = "fixed"`: one draw with a ridge that keeps the loss bounded below;
+                            `noise = "sum"`: Algorithm 3 to the letter, |D| times smaller
+    GERAI-NF                "epsilon = 0" must mean no noise: the plain BPR loss
+    Hit@K, NDCG@K           of every test item among itself and 99 sampled others, the mean over users: the printed
+                            numbers cannot be of a full ranking. Among all items stands beside (`-full`)
+    F1                      accuracy: 60 of 64 printed F1 of Table 5 are whole numbers of 189 users, which neither macro
+                            nor binary F1 would be. Macro-F1 and AUC stand beside
+    history                 train and validation items; of BlurMe the blurred ones, which are what is public there
+    epsilon of rivals       GERAI's, 0.4, wherever a guarantee follows from it: DPAE for all that one user did (delta
+                            0.1 / users), DPMF for the value of one rating, DPNE for one entry of its matrix
+    BlurMe                  10 % added items that speak for another gender, drawn by weight
+    attacker                one hidden layer of 100, 30 epochs of Adam, on the plain codes; trees, naive Bayes and
+                            nearest neighbors on the same, a Gaussian process with the median distance as its length
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recleak import random
+from recleak.attacks.attribute import MajorityClass, Proportional
+from recleak.attacks.audience import FromHistory, FromLists, ShadowLists, gerai_network
+from recleak.attacks.base import Knowledge, WhichAttribute
+from recleak.attacks.learners import Bayes, GaussianProcess, Learner, Neighbors, Preparation, Tree
+from recleak.data.features import classes_of, user_features
+from recleak.data.interactions import Interactions
+from recleak.data.sampling import evaluation_candidates
+from recleak.data.source import open_data
+from recleak.data.split import Split, ratio
+from recleak.defenses.base import Chain, Defense
+from recleak.defenses.blurme import BlurMe
+from recleak.defenses.dp_sgd import DPSGD
+from recleak.defenses.feature_noise import PerturbedFeatures
+from recleak.defenses.functional_mechanism import FunctionalMechanism
+from recleak.defenses.release import PopularLists
+from recleak.epsilon import noise_multiplier_for
+from recleak.errors import ConfigError, unknown_name
+from recleak.metrics.linearized import auc_values, macro_f1_values
+from recleak.metrics.ranking import rank
+from recleak.models.attention_gcn import AttentionGCN
+from recleak.models.autoencoder import Autoencoder
+from recleak.models.base import Model
+from recleak.models.factorization import RatingFactorization, WalkFactorization
+from recleak.models.mf import MF
+from recleak.models.rap import RAP
+from recleak.papers.reproduce import Measured
+from recleak.protocols.centralized import Centralized, CentralizedModel, defended_history, lists, train_centralized
+from recleak.recording import Listening
+from recleak.training.optimizers import Adam
+from recleak.utility import union
+
+VERSION = 1
+ATTRIBUTES = ("gender", "age", "occupation")
+KS = (5, 10, 15, 20, 25, 30)
+KNOWN = 0.8  # share of the users whose attribute the attacker knows
+GAMMA, BATCH = 0.01, 64
+RATE = 0.001  # of the graph model
+WIDE, WIDE_RATE = 512, 0.005  # of models without neighbors
+DPAE_EPOCHS = 30  # fixed: where noise is calibrated to a number of epochs, they cannot be chosen by looking
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One training run."""
+
+    split: Split
+    model: Model
+    defense: Defense
+    protocol: Centralized
+    features: Tensor | None
+    seed: int
+
+    @property
+    def train(self) -> Interactions:
+        """What the recommender trains on."""
+        return self.split.train
+
+    @cached_property
+    def past(self) -> Interactions:
+        """What users did before lists are shown."""
+        return union(self.split.train, self.split.valid)
+
+    @cached_property
+    def labels(self) -> dict[str, Tensor]:
+        """The class of each user, by attribute."""
+        return {name: torch.tensor(classes_of(self.train, name)[0]) for name in ATTRIBUTES}
+
+    @cached_property
+    def known(self) -> NDArray[np.int64]:
+        """The users whose attribute the attacker knows, ascending."""
+        lot = random.bits(self.seed, "known users", np.arange(self.train.n_users)).argsort()
+        return np.sort(lot[: round(KNOWN * len(lot))])
+
+    @cached_property
+    def history(self) -> Tensor:
+        """What the outsider sees of the past, f32[U, I]."""
+        seen = defended_history(self.defense, self.past.distinct(), self.seed)
+        return torch.from_numpy(seen.matrix().toarray().astype(np.float32))
+
+    def knowledge(self, attribute: str | None = None) -> Knowledge:
+        """What the outsider knows: histories, and the attribute of some users."""
+        public = {"history": self.history}
+        if attribute is not None:
+            shown = torch.full((self.train.n_users,), -1)
+            shown[self.known] = self.labels[attribute][self.known]
+            public[f"labels of {attribute}"] = shown
+        parts = self.model.components()
+        return Knowledge(self.model, self.train.n_users, self.train.n_items, parts, None, self.defense, public)
+
+
+def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
+    """The objects that a cell's `run` names."""
+    split = ratio(open_data(str(run["data"]), str(run["preset"])), (0.7, 0.1, 0.2), seed=seed)
+    method, factors = str(run["model"]), int(run.get("factors", 60))
+    epsilon = float(run.get("epsilon", 0.4))
+    decay = 2 * GAMMA / len(split.train)
+    graph = Centralized(batch_size=BATCH, optimizer=Adam(RATE, weight_decay=decay))
+    plain = Centralized(batch_size=WIDE, optimizer=Adam(WIDE_RATE, weight_decay=1e-4))
+    if method in ("gcn", "gerai", "gerai-nl", "gerai-nf"):
+        features = user_features(split.train)
+        groups = tuple((each.start, each.stop) for each in features.groups.values())
+        parts: list[Defense] = []
+        if method in ("gerai", "gerai-nf"):
+            parts.append(PerturbedFeatures(float(run.get("local", 20.0)), groups))
+        noisy = method in ("gerai", "gerai-nl")
+        if noisy:
+            parts.append(_loss_noise(str(run.get("noise", "redrawn")), epsilon, len(split.train)))
+        model = AttentionGCN(features.values.shape[1], factors=factors, bounding="clip" if noisy else "none")
+        protocol = replace(graph, loss="bpr-taylor") if noisy else graph
+        return Setting(split, model, Chain(tuple(parts)) if parts else Defense(), protocol, features.values, seed)
+    if method == "dpae":
+        uses, delta = DPAE_EPOCHS, 0.1 / split.train.n_users
+        multiplier = 0.0 if epsilon == inf else noise_multiplier_for(epsilon, delta, uses)
+        fixed = Centralized(epochs=DPAE_EPOCHS, batch_size=256, patience=0, optimizer=Adam(0.002))
+        return Setting(split, Autoencoder(), DPSGD(multiplier, clip=0.05), fixed, None, seed)
+    classes = tuple(len(classes_of(split.train, name)[1]) for name in ATTRIBUTES)
+    makers: dict[str, tuple[Model, Defense]] = {
+        "bpr": (MF(factors), Defense()),
+        "blurm": (MF(factors), BlurMe(extra=float(run.get("extra", 0.1)))),
+        "popular": (MF(factors), PopularLists(float(run.get("chance", 0.5)))),
+        "dpne": (WalkFactorization(factors, epsilon), Defense()),
+        "dpmf": (RatingFactorization(factors, epsilon), Defense()),
+        "rap": (RAP(factors, attributes=ATTRIBUTES, classes=classes), Defense()),
+    }
+    if method not in makers:
+        raise unknown_name("method", method, [*makers, "gcn", "dpae", "gerai", "gerai-nl", "gerai-nf"])
+    made, defense = makers[method]
+    if isinstance(defense, BlurMe):
+        defense = defense.fitted(split.train)
+    return Setting(split, made, defense, plain, None, seed)
+
+
+def _loss_noise(kind: str, epsilon: float, examples: int) -> FunctionalMechanism:
+    if kind == "redrawn":
+        return FunctionalMechanism(epsilon, examples, "step")
+    if kind == "fixed":
+        return FunctionalMechanism(epsilon, examples, "never", repair="ridge")
+    if kind == "sum":
+        return FunctionalMechanism(epsilon, examples, "never", on="sum", repair="ridge")
+    raise unknown_name("noise in the loss", kind, ["redrawn", "fixed", "sum"])
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    run: Mapping[str, Scalar], asks: Sequence[Mapping[str, Scalar]], *, variant: str, seed: int, threads: int
+) -> Iterator[Measured]:
+    """One training run with all that is asked for at its wire; then the results in the order of the asks."""
+    made = setting(run, variant, seed)
+    taps: dict[str, Listening[Any, Any]] = {}
+    for ask in asks:
+        if "attack" in ask and _key(ask) not in taps and (attack := _evidence(ask)) is not None:
+            taps[_key(ask)] = Listening(attack.vantage(), attack, made.knowledge())
+    start = perf_counter()
+    trained = _trained(made, made.split.train, made.split.valid, list(taps.values()), seed)
+    seconds = perf_counter() - start
+    shadow: dict[str, Tensor] = {}
+    for ask in asks:
+        if ask.get("measure") == "utility":
+            yield Measured(_utility(made, trained), seconds=seconds)
+        elif ask.get("measure") == "training":
+            yield Measured(
+                {"epochs": np.array([float(len(trained.loss))]), "best": np.array([float(trained.best)])},
+                {"valid": [(place + 1, value) for place, value in enumerate(trained.valid)]},
+                seconds=seconds,
+            )
+        else:
+            if ask.get("input") == "shadow" and not shadow:
+                shadow = _shadow(made)
+            yield _graded(made, ask, taps.get(_key(ask)), shadow)
+
+
+def _trained(
+    made: Setting, train: Interactions, valid: Interactions, taps: list[Listening[Any, Any]], seed: int
+) -> CentralizedModel:
+    return train_centralized(
+        made.protocol,
+        made.model,
+        train,
+        valid=valid,
+        defense=made.defense,
+        taps=taps,
+        user_features=made.features,
+        labels=made.labels if getattr(made.model, "needs_labels", False) else None,
+        seed=seed,
+        show_progress=False,
+    )
+
+
+def _shadow(made: Setting) -> dict[str, Tensor]:
+    """Lists that a copy of the system, trained on the known users with another seed, shows to them."""
+    mine = np.zeros(made.train.n_users, bool)
+    mine[made.known] = True
+    train, valid = (part.take(mine[part.user]) for part in (made.split.train, made.split.valid))
+    seed = made.seed + 10_000
+    copy = _trained(made, train, valid, [], seed)
+    users = torch.from_numpy(made.known)
+    shown = lists(copy, union(train, valid), users, made.protocol.top, made.defense, seed)
+    return {"shadow users": users, "shadow lists": shown}
+
+
+def _key(ask: Mapping[str, Scalar]) -> str:
+    return f"{ask.get('input', 'both')} {ask.get('top', 5)}"
+
+
+def _evidence(ask: Mapping[str, Scalar]) -> FromLists | None:
+    """What has to listen for an ask; learners that read the same share it."""
+    kind, top = str(ask.get("input", "both")), int(ask.get("top", 5))
+    if kind == "history" or ask["attack"] in ("majority", "proportional"):
+        return None
+    if kind not in ("both", "lists", "shadow"):
+        raise ConfigError(f"A cell asks for the input {kind!r}, expected both, lists, history or shadow.")
+    return (ShadowLists if kind == "shadow" else FromLists)(top=top, history=kind == "both")
+
+
+def _learner(name: str) -> Learner:
+    plain = Preparation("none", "none")
+    learners: dict[str, Learner] = {
+        "dnn": gerai_network(),
+        "dt": Tree(leaf=1, prepare=plain),
+        "nb": Bayes(),
+        "knn": Neighbors(count=5, prepare=plain),
+        "gp": GaussianProcess(prepare=plain),
+    }
+    if name not in learners:
+        raise unknown_name("attack", name, [*learners, "majority", "proportional"])
+    return learners[name]
+
+
+def _graded(
+    made: Setting, ask: Mapping[str, Scalar], tap: Listening[Any, Any] | None, shadow: Mapping[str, Tensor]
+) -> Measured:
+    """The answer about the users whose attribute is not known, as values by user."""
+    attribute, name = str(ask["attribute"]), str(ask["attack"])
+    label, names = classes_of(made.train, attribute)
+    everybody = np.arange(len(label))
+    user = np.setdiff1d(everybody[label >= 0], made.known)
+    question = WhichAttribute(torch.from_numpy(user), attribute, tuple(names))
+    knowledge = made.knowledge(attribute)
+    start = perf_counter()
+    if name == "majority":
+        answer = MajorityClass().answer(knowledge, {}, question)
+    elif name == "proportional":
+        answer = Proportional(seed=made.seed).answer(knowledge, {}, question)
+    elif tap is None:
+        answer = FromHistory(learner=_learner(name), seed=made.seed).answer(knowledge, {}, question)
+    else:
+        knowledge = replace(knowledge, public={**knowledge.public, **shadow})
+        reader: Any = tap.attack
+        attack = replace(reader, learner=_learner(name), seed=made.seed)
+        answer = attack.answer(knowledge, tap.state(), question)
+    seconds = perf_counter() - start
+    own, chance = label[user], answer.double().numpy()
+    guess = chance.argmax(axis=1)
+    metrics = {
+        "f1": (guess == own).astype(np.float64),
+        "macro-f1": macro_f1_values(guess, own, len(names)),
+        "auc": auc_values(chance, own),
+    }
+    return Measured(metrics, seconds=seconds)
+
+
+def _utility(made: Setting, trained: CentralizedModel) -> dict[str, NDArray[np.float64]]:
+    """Hit and NDCG of every test item among 99 others, the mean by user; and of all items, f64[users] each."""
+    test = made.split.test
+    sampled = evaluation_candidates(made.split, 99, seed=made.seed).items
+    users = np.flatnonzero(test.activity).astype(np.int64)
+    score = trained.scores(torch.from_numpy(users)).double().numpy()
+    row = np.searchsorted(users, test.user)
+    target = score[row, test.item]  # f64[T]
+    drawn = sampled[users][row]  # i64[T, 99]
+    others = np.where(drawn >= 0, score[row[:, None], drawn.clip(0)], -np.inf)
+    above, tied = (others > target[:, None]).sum(1), (others == target[:, None]).sum(1)
+    found: dict[str, NDArray[np.float64]] = {}
+    for k in KS:
+        place = np.arange(k)
+        within = (place >= above[:, None]) & (place <= (above + tied)[:, None])  # each place of a tie alike
+        share = within / (tied + 1)[:, None]
+        hit, gain = share.sum(1), (share / np.log2(place + 2)).sum(1)
+        found |= {f"hit@{k}": _by_user(hit, row, len(users)), f"ndcg@{k}": _by_user(gain, row, len(users))}
+    ranks = rank(trained, made.past, test)
+    for k in (5, 10):
+        found |= {f"hit@{k}-full": ranks.hit(k), f"ndcg@{k}-full": ranks.ndcg(k), f"recall@{k}-full": ranks.recall(k)}
+    return found
+
+
+def _by_user(value: NDArray[np.float64], row: NDArray[np.int64], users: int) -> NDArray[np.float64]:
+    count = np.bincount(row, minlength=users)
+    mean: NDArray[np.float64] = np.bincount(row, value, users) / np.maximum(count, 1)
+    return mean
