@@ -94,7 +94,7 @@ class UserConsent(Defense):
             return {}
         user = params[self.component].detach().unsqueeze(1)  # f32[C, 1, d]
 
-        def loss(own: Params) -> Tensor:
+        def loss(own: Params, step: int) -> Tensor:
             terms = []
             for attribute in self.attributes:
                 label = scene.attributes[attribute].unsqueeze(1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from math import isfinite
 from typing import Literal, get_args
 
@@ -56,29 +56,32 @@ class Decoupling(Defense):
     """The training of PARD, for a model with the components `user`, `user.private` and `item` (`models.decoupled`).
 
     attributes: how many classes each protected attribute has; 1 stands for a number. irrelevant and relevant are
-    lambda_ir and lambda_re; with 0, a term and its estimators are not there (the ablations of Table IV). bound: what is
-    made small in the place of the information that leaves.
+    lambda_ir and lambda_re; with 0, a term and its estimators are not there (the ablations of Table IV).
+    bound: what is made small in the place of the information that leaves.
         "plain": log q(mu | z), as eq. 15 and 16 have it. It has no lower end: it drives z to where q is sure and wrong.
         "clamped": max(0, log q(mu | z) - log p(mu)), with p from public data: no more than to know nothing.
         "club": log q(mu | z) - E_p log q(mu' | z), with the second term of CLUB (eq. 14), over all classes.
     reads: what the first estimator is trained on and asked: pairs with single own "items" (eq. 11, 21), the "mean" of
-    own rows (which the paper's attacker reads), or "mixed": trained on means, asked about items, as the published code
-    does. sample: so many public users, others in every round; None: all of them. pairs: own items of a batch that count
-    in L_ir. As the published code: `warm_up` rounds without terms (it has 3); `relabels`: all rows, public ones too,
-    get the client's own label from the second step or attribute on, a bug; `inverse` "own": g is trained on the
-    client's own label instead of public ones.
+    own rows (which the paper's attacker reads), or "mixed": trained on means, asked about items, as the published code.
+    steps, momentum, sample: of SGD on so many public users in each step (None: all), and on the client itself. Eq. 37
+    has the minimum: estimators must follow the vectors, or these run away from where an estimator was, each in the
+    direction of its class, and tell it to whoever looks anew. One step in a round is too few for that.
+    pairs: own items of a batch that count in L_ir.
+    As the published code: `warm_up` rounds without terms (it has 3); `relabels`: all rows, public ones too, get the
+    client's own label from the second step or attribute on, a bug; `inverse` "own": g is trained on the client's own
+    label instead of public ones.
     """
 
     attributes: Mapping[str, int] = field(default_factory=dict)
     irrelevant: float = 0.5
     relevant: float = 0.5
     bound: Bound = "clamped"
-    reads: Reads = "items"
+    reads: Reads = "mean"
     hidden: tuple[int, ...] = (32, 16)
     learning_rate: float = 0.1
-    momentum: float = 0.0
-    steps: int = 1
-    sample: int | None = 64
+    momentum: float = 0.9
+    steps: int = 10
+    sample: int | None = 16
     pairs: int = 16
     warm_up: int = 0
     relabels: bool = False
@@ -166,33 +169,30 @@ class Decoupling(Defense):
         if not scene.attributes or not scene.public or scene.round < self.warm_up:
             return {}
         fixed = {name: value.detach() for name, value in params.items()}
-        inputs = {kind: self._seen(kind, fixed, scene) for kind in self.kinds if kind != "inverse"}
-        private = self._seen("inverse", fixed, scene) if "inverse" in self.kinds else None
 
         def loss(own: Params, step: int) -> Tensor:
+            place = _sampled(scene.public, self.sample, scene.round, step)
+            seen = {kind: self._seen(kind, fixed, scene, place) for kind in self.kinds}
             terms = []
             for position, attribute in enumerate(self.attributes):
-                label = self._labels(attribute, scene, wrong=self.relabels and bool(position or step))
-                for kind, seen in inputs.items():
-                    terms.append(-mean_of_known(self._log(own, kind, attribute, seen, label), has_label(label)))
-                if private is not None:
-                    label, known = self._for_inverse(label)
+                label = self._labels(attribute, scene, place, wrong=self.relabels and bool(position or step))
+                for kind in ("irrelevant", "forward"):
+                    if kind in seen:
+                        each = self._log(own, kind, attribute, seen[kind], label)
+                        terms.append(-mean_of_known(each, has_label(label)))
+                if "inverse" in seen:
+                    label, private = self._for_inverse(label, seen["inverse"])
                     one_hot = encoded(label, self.attributes[attribute], private.dtype)
                     guess = estimate(own, _name("inverse", attribute), one_hot)
-                    terms.append(mean_of_known(_distance(private[:, known], guess), has_label(label)))
+                    terms.append(mean_of_known(_distance(private, guess), has_label(label)))
             return reduce(torch.add, terms)
 
         own = {part.name: scene.own[part.name] for part in self.own_components()}
-        if not self.relabels:
-            fixed_loss = partial(loss, step=0)
-            return descended(own, fixed_loss, rate=self.learning_rate, momentum=self.momentum, steps=self.steps)
-        for step in range(self.steps):
-            own = descended(own, partial(loss, step=step), rate=self.learning_rate)
-        return own
+        return descended(own, loss, rate=self.learning_rate, momentum=self.momentum, steps=self.steps)
 
-    def _seen(self, kind: str, params: Params, scene: Scene) -> Tensor:
-        """What an estimator is trained on: representations of public users, then of the client itself, f32[C, n, i]."""
-        place, public = _sampled(scene.public, self.sample, scene.round), scene.public
+    def _seen(self, kind: str, params: Params, scene: Scene, place: Tensor) -> Tensor:
+        """What an estimator is trained on: vectors of public users at some places, then of the client, f32[C, n, i]."""
+        public = scene.public
         if kind != "irrelevant":
             return _stacked(public["user.private"][place], params["user.private"])
         rows, weight = _own_rows(params["item"], scene.batch.own, self.pairs)
@@ -203,17 +203,16 @@ class Decoupling(Defense):
         told = torch.cat([public["user"][place], theirs], dim=1)
         return _stacked(told, torch.cat([params["user"], mine], dim=1))
 
-    def _labels(self, attribute: str, scene: Scene, *, wrong: bool) -> Tensor:
+    def _labels(self, attribute: str, scene: Scene, place: Tensor, *, wrong: bool) -> Tensor:
         """The labels of what estimators are trained on, [C, n]."""
         mine = _standardized(scene.attributes[attribute], attribute, scene).unsqueeze(1)
-        told = _standardized(scene.public[LABEL + attribute], attribute, scene)
-        told = told[_sampled(scene.public, self.sample, scene.round)].expand(len(mine), -1)
+        told = _standardized(scene.public[LABEL + attribute], attribute, scene)[place].expand(len(mine), -1)
         return torch.cat([mine.expand_as(told) if wrong else told, mine], dim=1)
 
-    def _for_inverse(self, label: Tensor) -> tuple[Tensor, slice]:
-        """The labels that g is trained on, and which of the inputs: public ones only (eq. 34), or the client's own."""
+    def _for_inverse(self, label: Tensor, private: Tensor) -> tuple[Tensor, Tensor]:
+        """What g is trained on, labels and vectors: public ones only (eq. 34), or the client's own."""
         chosen = slice(None, -1) if self.inverse == "public" else slice(-1, None)
-        return label[:, chosen], chosen
+        return label[:, chosen], private[:, chosen]
 
     # The second stage: the recommender learns.
 
@@ -269,13 +268,16 @@ def _name(kind: str, attribute: str) -> str:
     return f"estimator.{kind}.{attribute}"
 
 
-def _sampled(public: Mapping[str, Tensor], sample: int | None, round: int) -> Tensor:
-    """The places of some public users, the same for all clients and others in every round, i64[P]."""
+def _sampled(public: Mapping[str, Tensor], sample: int | None, round: int, step: int) -> Tensor:
+    """The places of some public users, the same for all clients and others at every step of a round, i64[P].
+
+    A round has them in one random order, of which each step takes the next so many.
+    """
     told = public[CLIENT]
     if sample is None or len(told) <= sample:
         return torch.arange(len(told), device=told.device)
-    lot = random.bits(0, "public sample", round, told.cpu().numpy())
-    return torch.from_numpy(np.sort(lot.argsort()[:sample])).to(told.device)
+    order = random.bits(0, "public sample", round, told.cpu().numpy()).argsort()
+    return torch.from_numpy(order[(step * sample + np.arange(sample)) % len(order)]).to(told.device)
 
 
 def _stacked(told: Tensor, mine: Tensor) -> Tensor:

@@ -58,15 +58,15 @@ def encoded(label: Tensor, classes: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def descended(
-    own: Params, loss: Callable[[Params], Tensor], *, rate: float, momentum: float = 0.0, steps: int = 1
+    own: Params, loss: Callable[[Params, int], Tensor], *, rate: float, momentum: float = 0.0, steps: int = 1
 ) -> Params:
-    """Estimators after some steps of SGD on the loss of each client, f32[C]; the momentum starts at 0."""
+    """Estimators after some steps of SGD on the loss of each client at a step, f32[C]; the momentum starts at 0."""
     now = {name: value.detach() for name, value in own.items()}
     speed = {name: torch.zeros_like(value) for name, value in now.items()} if momentum else {}
-    for _ in range(steps):
+    for step in range(steps):
         leaves = {name: value.requires_grad_() for name, value in now.items()}
         found = torch.autograd.grad(
-            loss(leaves).sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+            loss(leaves, step).sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
         )
         slopes = dict(zip(leaves, found, strict=True))
         if momentum:

@@ -13,6 +13,8 @@ What the paper leaves open, and what is taken here, the same for all methods unl
                         with 5 for users 0.43, 0.50, 0.55; 1,000 and 2,000 with 50 for users diverge)
     negatives           5 for each own item, as the code has it, drawn anew in each round
     participants        all clients in every round
+    estimators          32 and 16 units; 10 steps before each epoch, with momentum 0.9, each on 16 public users and the
+                        client itself: about one pass over the public data (eq. 37 has the minimum)
     rounds              until Recall@10 + Recall@20 of validation items, looked at every EVERY rounds, has not grown for
                         PATIENCE looks (the code's criterion); at most ROUNDS
     Early-stop          FedAvg until its validation utility is that of APM after its own training
@@ -229,9 +231,9 @@ def _model(base: str, method: str, code: bool) -> Model:
 
 def _defense(run: Mapping[str, Scalar], base: str, method: str, classes: Mapping[str, int], code: bool) -> Defense:
     sent = Share(("user",), averaged=False)
-    read: dict[str, Any] = {"bound": "plain"}  # eq. 16
+    read: dict[str, Any] = {"bound": "plain", "reads": "items"}  # eq. 16, eq. 11 and 21
     if code:
-        read |= {"reads": "mixed", "relabels": True, "inverse": "own", "warm_up": 3, "steps": 2}
+        read |= {"reads": "mixed", "relabels": True, "inverse": "own", "warm_up": 3}
     options = {name: run[name] for name in ("bound", "reads", "steps", "momentum") if name in run}
     makers: dict[str, Callable[[], Defense]] = {
         "fedavg": lambda: ShareLess(("user",)) if run.get("vector") == "kept" else sent,
