@@ -282,3 +282,45 @@ def test_categories_of_the_data_are_filled_in_where_none_are_given() -> None:
     chain = Chain((ClipByNorm(1.0), PerturbedFeatures(5.0), given))
     assert with_categories(chain, [(3, 5)]) == Chain((ClipByNorm(1.0), PerturbedFeatures(5.0, ((3, 5),)), given))
     assert with_categories(ClipByNorm(1.0), [(3, 5)]) == ClipByNorm(1.0)
+
+
+# --- Lemma 4.2: a whole row ---------------------------------------------------------------------------------------
+
+
+def likelihood(out: NDArray[np.float64], row: NDArray[np.float64], share: float, kept: int) -> float:
+    """The density of a row with two numbers and a class of three, up to a constant: the sum over what may be kept."""
+    c, near = piecewise_ends(share)
+    groups = [[0], [1], [2, 3, 4]]
+    total = 0.0
+    for chosen in product((False, True), repeat=3):
+        if sum(chosen) != kept or any(
+            out[group].any() and not keep for group, keep in zip(groups, chosen, strict=True)
+        ):
+            continue
+        density = 1.0
+        for group, keep in zip(groups, chosen, strict=True):
+            if keep and len(group) == 1:
+                value, low = out[group[0]] * kept / 3, (c + 1) / 2 * row[group[0]] - (c - 1) / 2
+                density *= near / (c - 1) if low <= value <= low + c - 1 else (1 - near) / (c + 1)
+            elif keep:
+                one = np.where(row[group] > 0, 0.5, 1 / (exp(share) + 1))
+                density *= float(np.prod(np.where(out[group] > 0, one, 1 - one)))
+        total += density
+    return total
+
+
+@pytest.mark.parametrize(("epsilon", "kept"), [(1.0, 1), (4.0, 2), (6.0, 3)])
+def test_a_whole_row_is_epsilon_private(epsilon: float, kept: int) -> None:
+    """Lemma 4.2: no output is more than e^epsilon times as likely under one row as under any other, and some are."""
+    rng = np.random.default_rng(0)
+    classes = np.eye(3)[rng.integers(3, size=400)]
+    rows = np.hstack([rng.choice([-1.0, 1.0, 0.3], size=(400, 2)), classes])
+    defense = PerturbedFeatures(epsilon, ((2, 5),), sampled=kept)
+    drawn = defense.features(torch.from_numpy(rows).float(), Streams.simulated(0, 0, np.arange(400))).double().numpy()
+    ratios = []
+    for out, row in zip(drawn, rows, strict=True):
+        other = np.hstack([rng.choice([-1.0, 1.0], size=2), np.eye(3)[rng.integers(3)]])
+        ratios.append(likelihood(out, row, epsilon / kept, kept) / likelihood(out, other, epsilon / kept, kept))
+    assert max(ratios) <= exp(epsilon) * (1 + 1e-6)
+    assert max(ratios) > exp(0.8 * epsilon)  # the budget is used
+    assert np.mean(ratios) > 1.05  # the true row is likelier than another, so this measures something

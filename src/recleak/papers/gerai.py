@@ -47,7 +47,8 @@ from recleak.attacks.attribute import MajorityClass, Proportional
 from recleak.attacks.audience import FromHistory, FromLists, ShadowLists, gerai_network
 from recleak.attacks.base import Knowledge, WhichAttribute
 from recleak.attacks.learners import Bayes, GaussianProcess, Learner, Neighbors, Preparation, Tree
-from recleak.data.features import classes_of, user_features
+from recleak.central import seen_history, shadow_lists, train_central
+from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.source import open_data
@@ -69,7 +70,7 @@ from recleak.models.factorization import RatingFactorization, WalkFactorization
 from recleak.models.mf import MF
 from recleak.models.rap import RAP
 from recleak.papers.reproduce import Measured
-from recleak.protocols.centralized import Centralized, CentralizedModel, defended_history, lists, train_centralized
+from recleak.protocols.centralized import Centralized, CentralizedModel
 from recleak.recording import Listening
 from recleak.training.optimizers import Adam
 from recleak.utility import union
@@ -93,7 +94,7 @@ class Setting:
     model: Model
     defense: Defense
     protocol: Centralized
-    features: Tensor | None
+    features: UserFeatures | None
     seed: int
 
     @property
@@ -107,11 +108,6 @@ class Setting:
         return union(self.split.train, self.split.valid)
 
     @cached_property
-    def labels(self) -> dict[str, Tensor]:
-        """The class of each user, by attribute."""
-        return {name: torch.tensor(classes_of(self.train, name)[0]) for name in ATTRIBUTES}
-
-    @cached_property
     def known(self) -> NDArray[np.int64]:
         """The users whose attribute the attacker knows, ascending."""
         lot = random.bits(self.seed, "known users", np.arange(self.train.n_users)).argsort()
@@ -120,15 +116,14 @@ class Setting:
     @cached_property
     def history(self) -> Tensor:
         """What the outsider sees of the past, f32[U, I]."""
-        seen = defended_history(self.defense, self.past.distinct(), self.seed)
-        return torch.from_numpy(seen.matrix().toarray().astype(np.float32))
+        return seen_history(self.defense, self.split, self.seed)
 
     def knowledge(self, attribute: str | None = None) -> Knowledge:
         """What the outsider knows: histories, and the attribute of some users."""
         public = {"history": self.history}
         if attribute is not None:
             shown = torch.full((self.train.n_users,), -1)
-            shown[self.known] = self.labels[attribute][self.known]
+            shown[self.known] = torch.tensor(classes_of(self.train, attribute)[0])[self.known]
             public[f"labels of {attribute}"] = shown
         parts = self.model.components()
         return Knowledge(self.model, self.train.n_users, self.train.n_items, parts, None, self.defense, public)
@@ -153,7 +148,7 @@ def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
             parts.append(_loss_noise(str(run.get("noise", "redrawn")), epsilon, len(split.train)))
         model = AttentionGCN(features.values.shape[1], factors=factors, bounding="clip" if noisy else "none")
         protocol = replace(graph, loss="bpr-taylor") if noisy else graph
-        return Setting(split, model, Chain(tuple(parts)) if parts else Defense(), protocol, features.values, seed)
+        return Setting(split, model, Chain(tuple(parts)) if parts else Defense(), protocol, features, seed)
     if method == "dpae":
         uses, delta = DPAE_EPOCHS, 0.1 / split.train.n_users
         multiplier = 0.0 if epsilon == inf else noise_multiplier_for(epsilon, delta, uses)
@@ -199,7 +194,7 @@ def measure(
         if "attack" in ask and _key(ask) not in taps and (attack := _evidence(ask)) is not None:
             taps[_key(ask)] = Listening(attack.vantage(), attack, made.knowledge())
     start = perf_counter()
-    trained = _trained(made, made.split.train, made.split.valid, list(taps.values()), seed)
+    trained = train_central(made, made.split, list(taps.values()), seed)
     seconds = perf_counter() - start
     shadow: dict[str, Tensor] = {}
     for ask in asks:
@@ -217,33 +212,11 @@ def measure(
             yield _graded(made, ask, taps.get(_key(ask)), shadow)
 
 
-def _trained(
-    made: Setting, train: Interactions, valid: Interactions, taps: list[Listening[Any, Any]], seed: int
-) -> CentralizedModel:
-    return train_centralized(
-        made.protocol,
-        made.model,
-        train,
-        valid=valid,
-        defense=made.defense,
-        taps=taps,
-        user_features=made.features,
-        labels=made.labels if getattr(made.model, "needs_labels", False) else None,
-        seed=seed,
-        show_progress=False,
-    )
-
-
 def _shadow(made: Setting) -> dict[str, Tensor]:
-    """Lists that a copy of the system, trained on the known users with another seed, shows to them."""
+    """Lists of a copy of the system that was trained on the known users."""
     mine = np.zeros(made.train.n_users, bool)
     mine[made.known] = True
-    train, valid = (part.take(mine[part.user]) for part in (made.split.train, made.split.valid))
-    seed = made.seed + 10_000
-    copy = _trained(made, train, valid, [], seed)
-    users = torch.from_numpy(made.known)
-    shown = lists(copy, union(train, valid), users, made.protocol.top, made.defense, seed)
-    return {"shadow users": users, "shadow lists": shown}
+    return shadow_lists(made, mine)
 
 
 def _key(ask: Mapping[str, Scalar]) -> str:
