@@ -45,7 +45,7 @@ class Products:
 
 def theirs(split: Split, seed: int) -> tuple[Scorer, float, str]:
     """The best of some settings on the validation part, and the seconds of that one."""
-    from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     past = sp.csr_matrix(split.train.matrix())
     found = []

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import scipy.sparse as sp
-from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from implicit.bpr import BayesianPersonalizedRanking  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
 from recleak.data.source import open_data
 from recleak.data.split import ratio
@@ -39,4 +39,5 @@ def main(data: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    given = [*sys.argv[1:], *["synthetic", "lists"][len(sys.argv) - 1 :]]
+    main(given[0], Path(given[1]))

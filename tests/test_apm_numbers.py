@@ -11,7 +11,8 @@ import pytest
 from recleak.data.catalog import CATALOG
 from recleak.papers import base
 from recleak.papers.base import Cell, Paper
-from recleak.papers.render import Report, as_json, sections, write_markdown
+from recleak.papers.cells_file import as_json
+from recleak.papers.render import Report, sections, write_markdown
 from recleak.papers.reproduce import Selection
 from recleak.papers.store import Judged, Results, Store
 

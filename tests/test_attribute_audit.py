@@ -110,3 +110,31 @@ def test_what_is_missing_is_said_before_anything_is_run(data: str, tmp_path: Pat
         audit_run(experiment(table(data, attributes=[])), tmp_path / "run")
     with pytest.raises(NotFoundError, match="Unknown attribute 'gendr'"):
         audit_run(experiment(table(data, attributes=["gendr"])), tmp_path / "run")
+
+
+@pytest.mark.heavy
+def test_decoupling_and_consent_in_an_audit(data: str, tmp_path: Path) -> None:
+    """Classes come from the data, insensitive users are those whose labels the adversary has."""
+    sent = {"use": "share", "components": ["user"], "averaged": False}
+    changes = {
+        "seeds": 1,
+        "model": [{"use": "ncf", "factors": 8, "hidden": [8]}, {"use": "decoupled", "factors": 8, "hidden": [8]}],
+        "defenses": [
+            "none",
+            {"name": "pard", "use": "decoupling", "factors": 8, "sample": 16},
+            {"name": "uc", "use": "chain", "defenses": [sent, {"use": "user-consent", "factors": 8}]},
+        ],
+        "attacks": [
+            {"use": "from-representations", "name": "AIA", "rounds": "last"},
+            "through-items",
+            {"use": "alignment", "shadow_rows": 0, "name": "projection"},
+        ],
+        "by_component": [],
+    }
+    findings = audit_run(experiment(table(data, **changes)), tmp_path / "run", command="test")
+    scores = findings.scores.filter((pl.col("question") == "gender") & (pl.col("attack") == "AIA"))
+    found = {(row["model"], row["defense"]): row for row in scores.to_dicts()}
+    for system in (("decoupled", "none"), ("decoupled", "pard"), ("decoupled", "uc"), ("ncf", "uc")):
+        assert found[system]["value"] is not None
+    assert found["ncf", "pard"]["value"] is None
+    assert "needs the component 'user.private'" in found["ncf", "pard"]["reason"]

@@ -15,16 +15,18 @@ from recleak.attacks.base import Knowledge, WhoBelongs
 from recleak.attacks.community import (
     UNSEEN,
     PeerCommunity,
-    PeerCommunityThroughItems,
     Scoring,
     ServerCommunity,
     Vector,
+    _totals,
     fitted,
 )
+from recleak.attacks.community_items import PeerCommunityThroughItems
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError
+from recleak.kernels_gmf import score_pairs
 from recleak.models.components import Component, Normal
 from recleak.models.mf import GMF, MF
 from recleak.protocols.federated import Federated, train_federated
@@ -228,6 +230,48 @@ def test_compiled_scores_are_those_of_the_general_way(scoring: Scoring, bias: bo
         train_federated(protocol, GMF(4, bias, Normal(0.5)), data, taps=[tap], confidants=range(8), show_progress=False)
         scores.append(tap.answer(WhoBelongs(everybody, everybody)))
     torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scoring", ["confidence", "calibrated", "standardized", "jaccard", "ndcg"])
+def test_equal_vectors_are_their_mean(scoring: Scoring) -> None:
+    data, _ = checkerboard(8, 12)
+    known = knowledge_of(data, ShareLess(("user",)))
+    same = torch.randn(4, generator=torch.Generator().manual_seed(3)).expand(8, 4)
+    scores = []
+    for vector in ("told", "mean"):
+        attack = ServerCommunity(scoring=scoring, vector=vector)
+        tap = Listening(Server(), attack, known)
+        tap.receive(Disclosure(torch.arange(8), {"user": same}, {}))
+        protocol = Federated(rounds=2, local=LOCAL)
+        train_federated(protocol, MODEL, data, defense=ShareLess(("user",)), taps=[tap], show_progress=False)
+        scores.append(tap.answer(WhoBelongs(torch.arange(8), torch.arange(8))))
+    assert bool(torch.isfinite(scores[0]).all())
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.002, 0.05])
+def test_sums_over_few_or_many_targets(share: float) -> None:
+    draw = torch.Generator().manual_seed(2)
+    targets = (torch.rand(7, 3000, generator=draw) < share).float()
+    targets[3] = 0
+    value = torch.randn(5, 3000, generator=draw)
+    torch.testing.assert_close(_totals(targets, value), targets @ value.T, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(_totals(targets, value[:0]), torch.zeros(7, 0))
+
+
+def test_mean_chances_are_those_of_sigmoids() -> None:
+    draw = np.random.default_rng(0)
+    for scale in (0.01, 1.0, 30.0, 1e4):  # also where exp would overflow
+        table = (scale * draw.standard_normal((3, 50, 8))).astype(np.float32)
+        head, vector = (draw.standard_normal(shape).astype(np.float32) for shape in ((3, 8), (2, 8)))
+        bias, item, offset = np.array([0.1, 0, -2], np.float32), np.array([4, 1, 7, 49, 3]), np.array([0, 2, 5])
+        adversary, model, out = np.array([0, 1, 1, 0]), np.array([0, 1, 2, 2]), np.empty(4, np.float32)
+        score_pairs(table, head, bias, vector, item, offset, np.arange(9), adversary, model, out)
+        logits = np.einsum("kid,kd->ki", table[model].astype(float), vector[adversary] * head[model].astype(float))
+        chance = torch.sigmoid(torch.from_numpy(logits + bias[model, None])).numpy()
+        for k, a in enumerate(adversary):
+            mine = item[offset[a] : offset[a + 1]]
+            np.testing.assert_allclose(out[k], chance[k, mine].mean() - chance[k, :9].mean(), atol=2e-6 * max(1, scale))
 
 
 def test_fitted_vectors_like_their_targets() -> None:

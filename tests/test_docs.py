@@ -70,8 +70,8 @@ def test_the_python_in_the_readme_runs(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_examples_run(example: Path) -> None:
-    subprocess.run([sys.executable, str(example)], check=True, stdout=subprocess.DEVNULL)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(example)], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
 
 
 def test_versions_agree() -> None:

@@ -40,7 +40,8 @@ from recleak.models.mf import GMF, MF
 from recleak.models.ncf import NCF
 from recleak.models.pfedrec import PFedRec
 from recleak.protocols import federated
-from recleak.protocols.federated import Federated, FederatedModel, Interrupted, train_federated
+from recleak.protocols.federated import Federated, FederatedModel, train_federated
+from recleak.protocols.saving import Interrupted
 from recleak.recording import Listening, Recorder, read_manifest, replay
 from recleak.training.cohort import DivergedError, LocalTraining, Task, train
 from recleak.training.executor import Executor, InProcess, Workers

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,13 +30,16 @@ from recleak.models.components import Normal
 from recleak.models.mf import GMF
 from recleak.models.ncf import NCF
 from recleak.protocols import gossip
-from recleak.protocols.gossip import Gossip, GossipModel, random_views, train_gossip
+from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
+from recleak.protocols.mail import random_views
+from recleak.protocols.nodes import first_nodes
+from recleak.protocols.saving import Interrupted
 from recleak.testing.models import ragged
 from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining, Task, train
 from recleak.training.local import Examples
 from recleak.training.optimizers import SGD, Adam
-from recleak.training.state import ClientStore
+from recleak.training.state import CheckpointError, ClientStore
 from recleak.update import NodeParams
 from recleak.wire import Message, Peers, Push
 
@@ -87,7 +92,7 @@ def plain_loop(protocol: Gossip, data: Interactions, defense: Defense, seed: int
     task = Task(MODEL, components, local, defense, seed)
     examples = Examples.of(data, negatives=local.negatives, resample=local.resample, seed=seed)
     store = ClientStore(components, local.optimizer, data.n_users, data.n_items, seed)
-    first = gossip._first_nodes(components, data.n_users, data.n_items, seed, "float32")
+    first = first_nodes(components, data.n_users, data.n_items, seed, "float32")
     has = {int(node): {name: value[node].clone() for name, value in first.items()} for node in nodes}
     for tick in range(protocol.rounds):
         if tick % protocol.refresh == 0:
@@ -258,6 +263,83 @@ def test_nobody_listens_to_broken_nodes(caplog: pytest.LogCaptureFixture) -> Non
     assert "node 8 sent the components code, expected" in said
     assert all(bool(torch.isfinite(value).all()) for value in model.params.values())
     assert sum(model.visits) < sum(sound.visits)
+
+
+class Fails(Exception):
+    """What ends a run in these tests."""
+
+
+class Saboteur(Everything):
+    """A tap that ends the run at some tick, and counts what it heard."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def receive(self, message: Message) -> None:
+        self.count += 1
+        if isinstance(message, Push) and message.round == self.at:
+            raise Fails
+
+    def state(self) -> dict[str, Tensor]:
+        return {"count": torch.tensor(self.count)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:  # type: ignore[override]
+        self.count = int(state["count"])
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("defense", [FULL, ShareLess(("user",))], ids=["full", "less"])
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        Gossip(rounds=5, refresh=2, peers="personal", delay=2, loss=0.1, churn=0.1, local=KEEP),
+        Gossip(rounds=5, refresh=1, precision="float16", local=replace(KEEP, optimizer=Adam(0.05))),
+        Gossip(rounds=5, delay=1, local=PLAIN),
+    ],
+    ids=["personal", "half", "plain"],
+)
+def test_a_run_that_failed_continues_to_the_bit(
+    protocol: Gossip, defense: Defense, at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    split = parts()
+    faulty = {7: lambda has: {name: value * float("nan") for name, value in has.items()}}
+    more: dict[str, Any] = {"defense": defense, "valid": split.valid, "faulty": faulty, "confidants": range(40)}
+    alone = Saboteur(-1)
+    expected = run(protocol, split.train, taps=[alone], **more)
+    tap = Saboteur(at)
+    more |= {"directory": tmp_path / "run", "checkpoint_seconds": 0.0, "taps": [tap]}
+    with pytest.raises(Fails):
+        run(protocol, split.train, **more)
+    tap.at = -1
+    caplog.clear()
+    got = run(protocol, split.train, **more)
+    assert all(torch.equal(got.params[name], value) for name, value in expected.params.items())
+    everybody = torch.arange(40)
+    assert torch.equal(got.scores(everybody), expected.scores(everybody))
+    np.testing.assert_array_equal(got.loss, expected.loss)
+    assert (got.visits, got.rejected, got.trainings) == (expected.visits, expected.rejected, expected.trainings)
+    assert tap.count == alone.count
+    assert not at or not caplog.records, "a node that was named is not named again"
+    longer = run(replace(protocol, rounds=6), split.train, **more)
+    assert longer.loss[:5] == got.loss or np.isnan(got.loss).any()
+    with pytest.raises(CheckpointError, match="holds 6 rounds, expected at most the 5"):
+        run(protocol, split.train, **more)
+    with pytest.raises(CheckpointError, match=r"a run of something else: protocol\.degree was 3, now 2"):
+        run(replace(protocol, degree=2, stay=1), split.train, **more)
+
+
+def test_an_interrupt_says_what_is_saved(tmp_path: Path) -> None:
+    class Stops(Everything):
+        def receive(self, message: Message) -> None:
+            if isinstance(message, Push) and message.round == 2:
+                raise KeyboardInterrupt
+
+    protocol, train = Gossip(rounds=4, local=PLAIN), parts().train
+    with pytest.raises(Interrupted, match=r"after 2 of 4 rounds; 2 rounds are saved in"):
+        run(protocol, train, taps=[Stops()], directory=tmp_path / "run", checkpoint_seconds=0.0)
+    with pytest.raises(Interrupted, match=r"after 2 of 4 rounds; nothing is kept"):
+        run(protocol, train, taps=[Stops()])
 
 
 def test_half_precision_is_close() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import CommunityThroughItems, PeerCommunity, ServerCommunity
+from recleak.attacks.community import PeerCommunity, ServerCommunity
+from recleak.attacks.community_items import CommunityThroughItems
 from recleak.conditions import Condition
 from recleak.data import store
 from recleak.data.interactions import Interactions

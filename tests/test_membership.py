@@ -24,6 +24,7 @@ from recleak.attacks.base import Knowledge, State, WhichItems
 from recleak.attacks.membership import (
     SURE,
     AllPositive,
+    FarthestRows,
     FromUploads,
     KMeans,
     Popularity,
@@ -248,6 +249,27 @@ class TestPopularity(OnRuns):
 
 class TestKMeans(OnRuns):
     attack = KMeans(seed=1)
+
+
+class TestFarthestRows(OnRuns):
+    """Where own items move farther than others; that they do is up to the model and how long it has trained."""
+
+    attack = FarthestRows()
+
+    def planted(self) -> Case:
+        made = case(related=True)
+        own = (made.question.client * ITEMS + made.question.item)[made.truth]
+
+        def stretched(message: Message) -> Message:
+            if not isinstance(message, Upload):
+                return message
+            update = message.update
+            pair = update.client[update.owner] * ITEMS + update.item
+            length = torch.where(torch.isin(pair, own), 5.0, 1.0).unsqueeze(1)
+            unit = update.rows["item"] / update.rows["item"].norm(dim=1, keepdim=True).clamp(min=1e-9)
+            return replace(message, update=replace(update, rows={**update.rows, "item": length * unit}))
+
+        return replace(made, messages=[stretched(message) for message in made.messages])
 
 
 class TestShadowClients(OnRuns):

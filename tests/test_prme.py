@@ -39,7 +39,9 @@ from recleak.models.mf import MF
 from recleak.models.prme import PRMEG
 from recleak.protocols import gossip
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
-from recleak.protocols.gossip import Gossip, GossipModel, random_views, train_gossip
+from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
+from recleak.protocols.mail import random_views
+from recleak.protocols.nodes import Precision, first_nodes
 from recleak.protocols.panel import Panel
 from recleak.streams import Streams
 from recleak.training import compiled_prme
@@ -271,7 +273,7 @@ def gossip_loop(merging: gossip.Merging, shared: bool, seed: int = 0) -> dict[in
     components, nodes = defense.sharing(MODEL.components()), np.arange(data.n_users)
     task = Task(MODEL, components, protocol.local, defense, seed)
     source = examples(data, protocol.local, seed)
-    first = gossip._first_nodes(components, data.n_users, data.n_items, seed, "float32")
+    first = first_nodes(components, data.n_users, data.n_items, seed, "float32")
     has = {int(n): {name: value[n].double() for name, value in first.items()} for n in nodes}
     own = MODEL.components()[0].draw(seed, nodes).double()
     weight = source.positives.astype(float)
@@ -391,7 +393,7 @@ def test_worker_processes_do_the_same() -> None:
 @pytest.mark.parametrize("peers", ["random", "personal"])
 @pytest.mark.parametrize("defense", [FULL, GaussianNoise(0.01)], ids=["in place", "through"])
 def test_no_bit_of_a_gossip_depends_on_chunks_or_threads(
-    precision: gossip.Precision, peers: gossip.Peering, defense: Defense
+    precision: Precision, peers: gossip.Peering, defense: Defense
 ) -> None:
     split = sequence_split(walks(length=24))
     protocol = Gossip(rounds=4, refresh=2, peers=peers, delay=1, loss=0.1, churn=0.1, precision=precision, local=LOCAL)
@@ -492,7 +494,7 @@ def test_a_federation_learns_what_comes_next() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_a_gossip_learns_what_comes_next(precision: gossip.Precision) -> None:
+def test_a_gossip_learns_what_comes_next(precision: Precision) -> None:
     split = planted()
     model = train_gossip(
         Gossip(rounds=15, refresh=1, precision=precision, local=PLANTED),

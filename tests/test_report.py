@@ -859,6 +859,14 @@ def test_a_page_without_a_place_is_refused(tmp_path: Path) -> None:
     assert "| defense |" in matrix.write_markdown(sample(), tmp_path / "new.md").read_text(encoding="utf-8")
 
 
+def test_a_page_has_a_place_for_each_run(tmp_path: Path) -> None:
+    target, other = tmp_path / "page.md", "<!-- begin ab -->\nkept\n<!-- end ab -->"
+    target.write_text(f"<!-- begin a+b -->\n<!-- end a+b -->\n{other}", encoding="utf-8")
+    first, _, rest = matrix.write_markdown(sample(), target, "a+b").read_text("utf-8").partition("<!-- end a+b -->")
+    assert "| defense |" in first
+    assert rest.strip() == other
+
+
 @pytest.mark.heavy
 def test_the_matrix_as_a_picture(tmp_path: Path) -> None:
     png = matrix.write_picture(sample(), tmp_path / "matrix.png").read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -22,7 +23,8 @@ from recleak.errors import ConfigError, NotFoundError, RecleakError
 from recleak.machine import cores, kept_to, shares
 from recleak.papers import base
 from recleak.papers.base import Claim, Comparison, Paper, Point, Verdict
-from recleak.papers.render import Report, as_json, counts, sections, write_markdown
+from recleak.papers.cells_file import as_json
+from recleak.papers.render import Report, counts, sections, write_markdown
 from recleak.papers.reproduce import Selection, plan, results_of
 from recleak.papers.store import Judged, Ours, Question, Store, StoreError
 
@@ -340,6 +342,36 @@ def test_results_of_other_code_do_not_count(fake: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.heavy
+def test_what_is_known_is_not_measured_again(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    published, page = fake / "known.json", fake / "page.md"
+    run(fake, "--seeds", "2", "--json", str(published), "--markdown", str(page))
+    first, before = page.read_text(), calls(fake)
+    shutil.rmtree(fake / "out")
+    again = cells(fake, "--seeds", "2", "--known", str(published), "--markdown", str(page))
+    assert calls(fake) == before
+    assert page.read_text() == first
+    assert list(again.values()) == json.loads(published.read_text())
+    cells(fake, "--seeds", "3", "--known", str(published), "--table", "1")
+    assert len(calls(fake)) > len(before), "more seeds than are known are measured"
+    for text, message in (("nonsense", "no JSON"), ('[{"cell": 1}]', "a cell cannot be read"), (None, "no such file")):
+        published.unlink(missing_ok=True)
+        if text is not None:
+            published.write_text(text)
+        run(fake, "--known", str(published), code=2)
+        assert message in capsys.readouterr().err
+
+
+def test_what_other_code_measured_is_not_known(fake: Path) -> None:
+    published = fake / "known.json"
+    run(fake, "--json", str(published))
+    rows = [{**row, "code": 99} for row in json.loads(published.read_text())]
+    published.write_text(json.dumps(rows))
+    shutil.rmtree(fake / "out")
+    before = len(calls(fake))
+    run(fake, "--known", str(published))
+    assert len(calls(fake)) == 2 * before
+
+
 def test_workers_give_the_same(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = cells(fake)
     files = {path.name: path.read_bytes() for path in (fake / "out" / "fake").iterdir()}

@@ -194,8 +194,8 @@ def report_command(
     out_file
         Where the report goes (default: report.html in the run directory).
     markdown
-        Write every attack on every defense to this page instead, between its <!-- begin matrix --> and
-        <!-- end matrix -->, if it is there.
+        Write every attack on every defense to this page instead: between its comments `begin RUN` and `end RUN`, with
+        the name of the run directory for RUN, if it is there.
     picture
         Draw the same to this PNG file.
     """
@@ -206,7 +206,7 @@ def report_command(
         from recleak.report import matrix
 
         if markdown is not None:
-            say(f"Matrix: {matrix.write_markdown(findings, markdown)}")
+            say(f"Matrix: {matrix.write_markdown(findings, markdown, run.resolve().name)}")
         if picture is not None:
             say(f"Picture: {matrix.write_picture(findings, picture)}")
     if out_file is not None or (markdown is None and picture is None):

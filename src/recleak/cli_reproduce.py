@@ -23,6 +23,7 @@ def reproduce(
     seeds: int = 1,
     workers: int = 1,
     out_dir: Annotated[Path, Parameter(name="--out")] = Path("runs/reproduce"),
+    known_file: Annotated[Path | None, Parameter(name="--known")] = None,
     json_file: Annotated[Path | None, Parameter(name="--json")] = None,
     markdown_file: Annotated[Path | None, Parameter(name="--markdown")] = None,
     figures_dir: Annotated[Path | None, Parameter(name="--figures")] = None,
@@ -52,6 +53,9 @@ def reproduce(
         So many runs side by side, each in a process of its own with its share of the cores.
     out_dir
         Where the measurements are stored.
+    known_file
+        A file of cells as `--json` writes it, such as a published one: what it has is not measured again, and shown
+        beside what is stored.
     json_file
         Write the cells to this file; without `--variant`, those that are stored of the other variants too.
     markdown_file
@@ -63,13 +67,14 @@ def reproduce(
         Measure what is missing; `--no-run` only reports what is stored.
     """
     from recleak.papers.base import load
-    from recleak.papers.render import Report, as_json, places, show, write_markdown
+    from recleak.papers.cells_file import as_json
+    from recleak.papers.render import Report, places, show, write_markdown
     from recleak.papers.reproduce import Selection, measure_all, plan, results_of
 
     if seeds < 1 or workers < 1:
         raise RecleakError(f"Got --seeds {seeds} --workers {workers}, expected at least 1 of each.")
     loaded = load(paper)
-    results = results_of(loaded, out_dir, variant)
+    results = results_of(loaded, out_dir, variant, known_file)
     cells = Selection(table, data, model).cells(loaded)
     if not cells:
         raise RecleakError(f"{loaded.name}: no cell fits all that was given; leave out --table, --data or --model.")
@@ -85,7 +90,7 @@ def reproduce(
         rows = as_json(report)
         for other in loaded.variants if variant is None else ():
             if other.name != results.variant:
-                also = Report.of(results_of(loaded, out_dir, other.name), cells)
+                also = Report.of(results_of(loaded, out_dir, other.name, known_file), cells)
                 rows += [row for row in as_json(also) if row["seeds"]]
         json_file.write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         say(f"Cells: {json_file}")

@@ -204,13 +204,16 @@ def train(
 def _taps(
     record: Literal["server", "aggregator"] | None, folder: Path, model: Model, defense: Defense, source: str
 ) -> list[Tap]:
+    from recleak.defenses.base import all_components
     from recleak.recording import Recorder
     from recleak.wire import Aggregator, Server
 
     if record is None:
         return []
     vantage = Server() if record == "server" else Aggregator()
-    return [Recorder(vantage, folder / "recording", components=defense.sharing(model.components()), source=source)]
+    return [
+        Recorder(vantage, folder / "recording", components=all_components(model.components(), defense), source=source)
+    ]
 
 
 def _tell(trained: FederatedModel, result: dict[str, Any]) -> None:

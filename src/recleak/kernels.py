@@ -24,6 +24,7 @@ else:
     compiled = numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc"}, error_model="numpy")
 
 F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
 

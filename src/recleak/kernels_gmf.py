@@ -9,7 +9,7 @@ from math import exp, log1p, sqrt
 
 import numpy as np
 
-from recleak.kernels import F32, I64, compiled
+from recleak.kernels import F32, I32, I64, compiled
 
 
 @compiled
@@ -266,43 +266,97 @@ def score_changed(
 
 
 @compiled
+def sum_targets(value: F32, item: I64, offset: I64, out: F32) -> None:
+    """Of each row of f32[m, I] the sums over items of A sets, i64[T] and i64[A + 1], to f32[A, m]."""
+    for m in range(value.shape[0]):
+        row = value[m]
+        for a in range(out.shape[0]):
+            total = np.float32(0)
+            for t in range(offset[a], offset[a + 1]):
+                total += row[item[t]]
+            out[a, m] = total
+
+
+@compiled
 def score_pairs(
     table: F32, head: F32, bias: F32,  # f32[m, I, d], f32[m, d], f32[m]: of models
     vector: F32,  # f32[A, d]: of adversaries
     item: I64, offset: I64,  # i64[T], i64[A + 1]: targets
     sample: I64,  # i64[S]: random items
     adversary: I64, model: I64,  # i64[k]: pairs
-    chances: bool, standard: bool,  # by chances or by scores; over the standard deviation of the sample
     out: F32,  # f32[k]
 ) -> None:  # fmt: skip
-    """The mean over an adversary's targets by a model with its vector, minus that of a sample if there is one."""
+    """The mean chance of an adversary's targets by a model with its vector, minus that of a sample if there is one."""
+    d = table.shape[2]
+    turned, chance = np.empty(d, np.float32), np.empty(table.shape[1], np.float32)
+    power = np.empty(table.shape[1], np.int32)
+    for k in range(adversary.shape[0]):
+        a, m = adversary[k], model[k]
+        for j in range(d):
+            turned[j] = vector[a, j] * head[m, j]
+        mean = _mean_chance(table[m], turned, bias[m], item[offset[a] : offset[a + 1]], chance, power)
+        if sample.shape[0]:
+            mean -= _mean_chance(table[m], turned, bias[m], sample, chance, power)
+        out[k] = mean
+
+
+@compiled
+def _mean_chance(rows: F32, turned: F32, bias: np.float32, item: I64, chance: F32, power: I32) -> float:
+    """The mean sigmoid; `chance` and `power` are room for one value per item."""
+    d, count = turned.shape[0], item.shape[0]
+    for t in range(count):
+        score = bias
+        for j in range(d):
+            score += turned[j] * rows[item[t], j]
+        chance[t] = score
+    # exp(-x) = 2^n 2^f with n whole and f in [-0.5, 0.5]: a polynomial for the second, the exponent's bits for the
+    # first. Without calls, so that the loop is vectorized
+    for t in range(count):
+        y = min(max(-chance[t] * np.float32(1.442695040888963), np.float32(-126)), np.float32(126))
+        n = np.floor(y + np.float32(0.5))
+        f = (y - n) * np.float32(0.6931471805599453)
+        series = np.float32(1 / 720) + f * np.float32(1 / 5040)
+        series = np.float32(1 / 120) + f * series
+        series = np.float32(1 / 24) + f * series
+        series = np.float32(1 / 6) + f * series
+        series = np.float32(0.5) + f * series
+        chance[t] = np.float32(1) + f * (np.float32(1) + f * series)
+        power[t] = (np.int32(n) + np.int32(127)) << np.int32(23)
+    scale = power.view(np.float32)
+    total = np.float32(0)
+    for t in range(count):
+        total += np.float32(1) / (np.float32(1) + chance[t] * scale[t])
+    return float(total / max(count, 1))
+
+
+@compiled
+def standardize_pairs(
+    table: F32, head: F32,  # f32[m, I, d], f32[m, d]: of models
+    vector: F32,  # f32[A, d]: of adversaries
+    item: I64, offset: I64,  # i64[T], i64[A + 1]: targets
+    center: F32, spread: F32,  # f32[m, d], f32[m, d, d]: mean and covariance of a model's rows of random items
+    adversary: I64, model: I64,  # i64[k]: pairs
+    out: F32,  # f32[k]
+) -> None:  # fmt: skip
+    """How far an adversary's targets lie above random items by a model with its vector, in standard deviations.
+
+    A score is linear in an item's row, so that the sample's mean and variance are those of rows along one direction.
+    """
     d = table.shape[2]
     turned = np.empty(d, np.float32)
     for k in range(adversary.shape[0]):
         a, rows = adversary[k], table[model[k]]
         for j in range(d):
             turned[j] = vector[a, j] * head[model[k], j]
-        total = 0.0
+        total = np.float32(0)
         for t in range(offset[a], offset[a + 1]):
-            total += _scored(turned, rows[item[t]], bias[model[k]], chances)
-        mean = total / max(offset[a + 1] - offset[a], 1)
-        if sample.shape[0]:
-            first, second = 0.0, 0.0
-            for t in range(sample.shape[0]):
-                value = _scored(turned, rows[sample[t]], bias[model[k]], chances)
-                first += value
-                second += value * value
-            count = sample.shape[0]
-            first /= count
-            mean -= first
-            if standard:
-                mean /= max(sqrt(max(second / count - first * first, 0.0) * count / max(count - 1, 1)), 1e-12)
-        out[k] = mean
-
-
-@compiled
-def _scored(turned: F32, row: F32, bias: np.float32, chances: bool) -> float:
-    score = float(bias)
-    for j in range(turned.shape[0]):
-        score += float(turned[j] * row[j])
-    return 1 / (1 + exp(-score)) if chances else score
+            score = np.float32(0)
+            for j in range(d):
+                score += turned[j] * rows[item[t], j]
+            total += score
+        above, variance = total / max(offset[a + 1] - offset[a], 1), np.float32(0)
+        for j in range(d):
+            above -= turned[j] * center[model[k], j]
+            for i in range(d):
+                variance += turned[i] * spread[model[k], i, j] * turned[j]
+        out[k] = above / max(sqrt(max(variance, np.float32(0))), 1e-12)

@@ -29,7 +29,7 @@ from recleak.central import central_ledger, seen_history, shadow_lists, train_ce
 from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Defense, all_components
 from recleak.defenses.blurme import fitted_to
 from recleak.defenses.feature_noise import with_categories
 from recleak.errors import ConfigError, RecleakError
@@ -56,6 +56,7 @@ from recleak.storing import (
     truth_of_communities,
     truth_of_mark,
 )
+from recleak.training.attributes import PrivateAttributes, attributes_of
 from recleak.training.cohort import DivergedError
 from recleak.training.executor import InProcess
 from recleak.watching import Watching, spread
@@ -78,11 +79,12 @@ class Made:
     defense: Defense
     features: UserFeatures | None
     seed: int
+    attributes: PrivateAttributes | None = None  # of users, for a defense that protects them
 
     @property
     def components(self) -> tuple[Component, ...]:
         """With the sharing policy in force."""
-        return self.defense.sharing(self.model.components())
+        return all_components(self.model.components(), self.defense)
 
     def knowledge(self, ask: Ask | None = None) -> Knowledge:
         """What an adversary knows: the model, how clients train, the defense, and how popular items are.
@@ -181,8 +183,13 @@ def _made(cell: Cell, split: Split, canaries: Canaries | None) -> Made:
     model, protocol, defense = (objects.build(kind, settings[kind]) for kind in ("model", "protocol", "defense"))
     if features is not None:
         defense = with_categories(defense, [(each.start, each.stop) for each in features.groups.values()])
-    defense = fitted_to(defense, split.train)
-    return Made(split, train, model, protocol, defense, features, cell.seed)
+    sizes = {name: len(classes_of(split.train, name)[1]) for name in _FEATURES if name in split.train.attributes}
+    defense = fitted_to(defense.for_attributes(sizes), split.train)
+    private = None
+    if defense.needs_attributes:
+        public = torch.from_numpy(is_known(np.arange(train.n_users), defense.insensitive))
+        private = attributes_of(split.train, sizes, public)
+    return Made(split, train, model, protocol, defense, features, cell.seed, private)
 
 
 def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) -> None:
@@ -253,6 +260,7 @@ def _train(
     plays = any(getattr(tap.attack, "vector", "") in ("told", "mean") for tap in listening)
     confidants = range(made.train.n_users) if plays else ()
     features = None if made.features is None else made.features.values
+    work = cell.path / f"work-{digest(sorted(taps))}"
     if isinstance(made.protocol, Gossip):
         return train_gossip(
             made.protocol,
@@ -265,6 +273,7 @@ def _train(
             user_features=features,
             confidants=confidants,
             seed=cell.seed,
+            directory=work,
             show_progress=False,
         )
     return train_federated(
@@ -275,9 +284,10 @@ def _train(
         taps=listening,
         executor=InProcess(threads),
         user_features=features,
+        attributes=made.attributes,
         confidants=confidants,
         seed=cell.seed,
-        directory=cell.path / f"work-{digest(sorted(taps))}",
+        directory=work,
         show_progress=False,
     )
 

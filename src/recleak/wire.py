@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -153,13 +154,18 @@ class Peers(Vantage[PeerMessage]):
         if self.groups.dtype != torch.bool or self.groups.dim() != 2:
             raise ValueError(f"Got groups {_typed(self.groups)}, expected bool[A, nodes]: a row for each adversary.")
 
+    @cached_property
+    def _members(self) -> Tensor:
+        """Who is in any group, bool[nodes]."""
+        return self.groups.any(0)
+
     def sees(self, message: Message) -> PeerMessage | None:
         """The pushes that a member of any group received, and disclosures."""
         if isinstance(message, Push):
             nodes = self.groups.shape[1]
             if not _all_within(message.receiver, 0, nodes):
                 raise ValueError(f"Got a push to a node outside [0, {nodes}), expected as many nodes as groups[0] has.")
-            heard = self.groups.any(0)[message.receiver]  # bool[n]
+            heard = self._members[message.receiver]  # bool[n]
             if not bool(heard.any()):
                 return None
             return message if bool(heard.all()) else message.select(heard)

@@ -42,7 +42,7 @@ _ROW = "row "  # before a client's number in the state
 
 def known_labels(knowledge: Knowledge, question: WhichAttribute) -> Tensor:
     """The classes that the adversary knows, i64[U], -1 for the others."""
-    label = _public(knowledge, f"labels of {question.attribute}", "i64[U], -1 for users whose class it must infer")
+    label = public(knowledge, f"labels of {question.attribute}", "i64[U], -1 for users whose class it must infer")
     if label.shape != (knowledge.n_users,) or int(label.max()) >= len(question.classes):
         raise ConfigError(
             f"The adversary's labels of {question.attribute} are {list(label.shape)} up to {int(label.max())}, "
@@ -62,7 +62,8 @@ def proportions(label: Tensor, classes: int) -> Tensor:
     return count / count.sum()
 
 
-def _public(knowledge: Knowledge, name: str, form: str) -> Tensor:
+def public(knowledge: Knowledge, name: str, form: str) -> Tensor:
+    """A table of the public knowledge; `form` says in an error what it should be."""
     if name not in knowledge.public:
         got = ", ".join(knowledge.public) or "nothing"
         raise ConfigError(
@@ -95,13 +96,14 @@ def by_learner(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RowPerClient:
+class RowPerClient:
     """Attacks that keep one row for each client. A fold adds or replaces the rows of a message, and copies no other."""
 
     rounds: Rounds = "all"
 
     vantage: ClassVar[type[Server]] = Server
     question: ClassVar[type[WhichAttribute]] = WhichAttribute
+    ROW: ClassVar[str] = _ROW
 
     def __post_init__(self) -> None:
         if not isinstance(self.rounds, int) and self.rounds not in ("last", "all"):
@@ -133,7 +135,7 @@ class _RowPerClient:
         raise NotImplementedError
 
 
-def _seen(state: State) -> tuple[Tensor, Tensor]:
+def seen_rows(state: State) -> tuple[Tensor, Tensor]:
     """The clients that have a row, i64[n], ascending, and their rows, f32[n, *]."""
     client = state["participations"].nonzero().squeeze(1)
     if not len(client):
@@ -145,7 +147,7 @@ def _seen(state: State) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromUpdates(_RowPerClient):
+class FromUpdates(RowPerClient):
     """A learner on the flattened changes of each client.
 
     parts: the components that it reads, as dotted prefixes ("user", "item", "head", "head.1"); none: all.
@@ -194,7 +196,7 @@ class FromUpdates(_RowPerClient):
 
     def read(self, state: State) -> tuple[Tensor, Tensor]:
         """The clients that were seen, i64[n], ascending, and what a learner reads of them, f32[n, p]."""
-        client, rows = _seen(state)
+        client, rows = seen_rows(state)
         return client, rows / state["participations"][client].unsqueeze(1) if self._adds() else rows
 
     def _rows(self, knowledge: Knowledge, update: Update) -> Tensor:
@@ -265,7 +267,7 @@ def _hashed(seed: int, name: str, n_items: int, width: int, columns: int) -> tup
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownColumns(_RowPerClient):
+class KnownColumns(RowPerClient):
     """Which of the rows of the user matrix E_U (its transpose, f32[F, d]) moved at all.
 
     z_u = E_U x_u, so row f moves by x_uf times one vector G of the user. A one-hot attribute has x = 1 for the user's
@@ -301,11 +303,11 @@ class KnownColumns(_RowPerClient):
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Shares of the classes; equal ones for a client that was never seen."""
         name, classes = f"columns of {question.attribute}", len(question.classes)
-        column = _public(knowledge, name, "i64[K], the place of each class among the user features")
+        column = public(knowledge, name, "i64[K], the place of each class among the user features")
         if column.shape != (classes,):
             raise ConfigError(f"`{name}` is {list(column.shape)}, expected [{classes}]: one for each class.")
         chance = torch.full((knowledge.n_users, classes), 1 / classes)
-        client, rows = _seen(state)
+        client, rows = seen_rows(state)
         if len(client):
             square = rows.double().square()  # f64[n, F]
             if self.reading == "rank one":

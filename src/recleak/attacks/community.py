@@ -32,41 +32,41 @@ Axis letters: A adversaries, U users, I items, m models, n pushes, k pairs of an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from recleak import random
-from recleak.attacks.alignment import GradientAlignment
-from recleak.attacks.base import Knowledge, State, WhichItems, WhoBelongs
-from recleak.attacks.membership import FromUploads, pairs_with_odds
+from recleak.attacks.base import Knowledge, State, WhoBelongs
 from recleak.attacks.transitions import fitted as fitted_to_transitions
 from recleak.attacks.transitions import of_changes, of_models
 from recleak.errors import ConfigError
-from recleak.kernels_gmf import score_changed, score_items, score_pairs
+from recleak.kernels_gmf import score_changed, score_items, score_pairs, standardize_pairs, sum_targets
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.models.mf import GMF
 from recleak.update import Update
-from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Push, Server, ServerMessage, Upload
+from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Server, ServerMessage, Upload
 
 Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random", "activity"]
 Vector = Literal["sent", "told", "mean", "fitted"]
 Keeping = Literal["latest", "best"]
-Reading = Literal["jaccard", "count"]
 
 UNSEEN = float("-inf")  # the score of who never sent anything
 _RECEIVED, _TOLD, _FITTED = "received/", "told/", "fitted/"  # before the names of components in the state
 _SAMPLE = 200  # random items whose mean stands for that of all
-_NUMBERS = 1 << 24  # of gathered parameters at a time
+NUMBERS = 1 << 24  # of gathered parameters at a time
 _STEPS, _AGAIN, _RATE = 60, 10, 0.1  # of fitting a vector: the first time, and from round to round
 _FEW = 100  # targets that it is fitted to
-_TINY = 1e-12
-_WEIGHT, _BIAS = "head.1.weight", "head.1.bias"  # of GMF
+TINY = 1e-12
+_DENSE = 0.01  # the share of targets among all items above which a matrix product is faster
+_FOUND = WeakIdKeyDictionary()  # the places of targets, as long as these are in use
+WEIGHT, _BIAS = "head.1.weight", "head.1.bias"  # of GMF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +86,6 @@ class _Community:
         for name, kind in (("scoring", Scoring), ("vector", Vector), ("keep", Keeping)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(kind))}.")
-        if self.scoring in ("ndcg", "jaccard") and self.vector in ("told", "fitted"):
-            raise ConfigError(
-                f"scoring is {self.scoring!r} with the vector {self.vector!r}, expected 'sent' or 'mean': it needs the "
-                "scores of all items by each pair."
-            )
 
     def init(self, knowledge: Knowledge) -> State:
         """Nobody has sent anything."""
@@ -121,7 +116,7 @@ class _Community:
         """Whose vectors are used: what is sent is."""
         return self.vector if _kept(knowledge) else "sent"
 
-    def _with(self, state: State, adversary: Tensor, sender: Tensor, score: Tensor) -> State:
+    def keeping(self, state: State, adversary: Tensor, sender: Tensor, score: Tensor) -> State:
         """The state with new scores, i64[k], i64[k], f32[k]: the last of a pair, or the best."""
         kept = state["score"].clone()
         if self.keep == "latest":
@@ -155,29 +150,46 @@ class _Community:
             given = (models, vectors["user"], adversary, model)
             return of_models(knowledge, self.scoring, *given, told=told, seed=self.seed)
         targets = targets_of(knowledge)
+        if told and self.scoring in ("ndcg", "jaccard"):
+            return self._of_all_items(knowledge, models, vectors, targets, adversary, model)
         if told:
             return self._of_pairs(knowledge, models, vectors, targets, adversary, model)
         logits = _logits(knowledge, models, vectors, changes)  # f32[m, I]
         if self.scoring == "ndcg":
-            return self._ndcg(logits, targets)[adversary, model]
+            return torch.stack([self._ndcg(logits, mine, a) for a, mine in enumerate(targets)])[adversary, model]
         if "excluded" in knowledge.public:
             counts = 1 - knowledge.public["excluded"][sender]  # f32[m, I]: items that count
-            size = (targets @ counts.T).clamp(min=1)  # f32[A, m]
+            size = _totals(targets, counts).clamp(min=1)  # f32[A, m]
         else:
             counts, size = logits.new_ones(()), targets.sum(1, keepdim=True).clamp(min=1)  # f32[A, 1]
         match self.scoring:
             case "confidence":
-                score = (targets @ (torch.sigmoid(logits) * counts).T) / size
+                score = _totals(targets, torch.sigmoid(logits) * counts) / size
             case "calibrated":
                 chance = torch.sigmoid(logits)
-                score = (targets @ (chance * counts).T) / size - chance.mean(1)
+                score = _totals(targets, chance * counts) / size - chance.mean(1)
             case "standardized":
-                score = ((targets @ (logits * counts).T) / size - logits.mean(1)) / logits.std(1).clamp(min=_TINY)
+                score = (_totals(targets, logits * counts) / size - logits.mean(1)) / logits.std(1).clamp(min=TINY)
             case "jaccard":
-                claims = _claimed(knowledge, logits) * counts
-                both = targets @ claims.T
-                score = both / (size + claims.sum(1) - both)
+                score = _jaccard(targets, _claimed(knowledge, logits) * counts, size)
         return score[adversary, model]
+
+    def _of_all_items(
+        self, knowledge: Knowledge, models: Params, vectors: Params, targets: Tensor, adversary: Tensor, model: Tensor
+    ) -> Tensor:
+        """With a vector of each adversary where the scores of all items count: one adversary after the other."""
+        out = torch.full((len(adversary),), UNSEEN)
+        for a in torch.unique(adversary).tolist():
+            pair = (adversary == a).nonzero().squeeze(1)
+            some = {name: value[model[pair]] for name, value in models.items()}
+            own = {name: value[a].expand(len(pair), *value.shape[1:]) for name, value in vectors.items()}
+            logits = _logits(knowledge, some, own)  # f32[k, I]
+            if self.scoring == "ndcg":
+                out[pair] = self._ndcg(logits, targets[a], a)
+            else:
+                mine = targets[a : a + 1]
+                out[pair] = _jaccard(mine, _claimed(knowledge, logits), mine.sum(1, keepdim=True).clamp(min=1))[0]
+        return out
 
     def _of_pairs(
         self, knowledge: Knowledge, models: Params, vectors: Params, targets: Tensor, adversary: Tensor, model: Tensor
@@ -211,13 +223,18 @@ class _Community:
         self, models: Params, vector: Tensor, targets: Tensor, sample: Tensor, adversary: Tensor, model: Tensor
     ) -> Tensor:
         """The same for generalized matrix factorization."""
-        owner, item = targets.nonzero(as_tuple=True)
-        offset = torch.searchsorted(owner, torch.arange(len(targets) + 1))
-        head, out = models[_WEIGHT].squeeze(-1), torch.empty(len(adversary))
+        item, offset = _places(targets)
+        head, out = models[WEIGHT].squeeze(-1), torch.empty(len(adversary))
         bias = models[_BIAS].squeeze(-1) if _BIAS in models else torch.zeros(len(head))
-        given = (models["item"], head, bias, vector, item, offset, sample, adversary, model)
-        chances, standard = self.scoring != "standardized", self.scoring == "standardized"
-        score_pairs(*(each.contiguous().numpy() for each in given), chances, standard, out.numpy())
+        table = models["item"]
+        if self.scoring == "standardized":
+            apart = table[:, sample] - table[:, sample].mean(1, keepdim=True)  # f32[m, S, d]
+            spread = apart.transpose(1, 2) @ apart / max(len(sample) - 1, 1)
+            given = (table, head, vector, item, offset, table[:, sample].mean(1), spread, adversary, model)
+            standardize_pairs(*(each.contiguous().numpy() for each in given), out.numpy())
+        else:
+            given = (table, head, bias, vector, item, offset, sample, adversary, model)
+            score_pairs(*(each.contiguous().numpy() for each in given), out.numpy())
         return out
 
     def _of_targets(self, logits: Tensor, inside: Tensor) -> Tensor:
@@ -232,20 +249,18 @@ class _Community:
             case "calibrated":
                 return mean - rest.mean(1)
             case _:
-                return (mean - rest.mean(1)) / rest.std(1).clamp(min=_TINY)
+                return (mean - rest.mean(1)) / rest.std(1).clamp(min=TINY)
 
-    def _ndcg(self, logits: Tensor, targets: Tensor) -> Tensor:
-        out = torch.zeros(len(targets), len(logits))
-        for a, mine in enumerate(targets):
-            own, others = mine.nonzero().squeeze(1), (mine == 0).nonzero().squeeze(1)
-            if not len(own) or not len(others):
-                continue
-            lot = random.below(len(others), self.seed, "ndcg", a, own.numpy()[:, None], range(self.negatives))
-            against = logits[:, others[torch.from_numpy(lot)]]  # f32[m, t, negatives]
-            best = logits[:, own].unsqueeze(2)
-            rank = (against > best).sum(2) + 0.5 * (against == best).sum(2)
-            out[a] = torch.where(rank < self.cutoff, 1 / torch.log2(rank + 2), 0.0).mean(1)
-        return out
+    def _ndcg(self, logits: Tensor, targets: Tensor, a: int) -> Tensor:
+        """By m models for adversary a, each target against sampled other items: f32[m, I], f32[I] -> f32[m]."""
+        own, others = targets.nonzero().squeeze(1), (targets == 0).nonzero().squeeze(1)
+        if not len(own) or not len(others):
+            return torch.zeros(len(logits))
+        lot = random.below(len(others), self.seed, "ndcg", a, own.numpy()[:, None], range(self.negatives))
+        against = logits[:, others[torch.from_numpy(lot)]]  # f32[m, t, negatives]
+        best = logits[:, own].unsqueeze(2)
+        rank = (against > best).sum(2) + 0.5 * (against == best).sum(2)
+        return torch.where(rank < self.cutoff, 1 / torch.log2(rank + 2), 0.0).mean(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +313,7 @@ class ServerCommunity(_Community):
             return state
         adversary, model = _all_pairs(len(targets_of(knowledge)), update.n_clients)
         score = self._scores(knowledge, models, vectors, update.client, adversary, model, changes)
-        return self._with(state, adversary, update.client[model], score)
+        return self.keeping(state, adversary, update.client[model], score)
 
     def _fold_changes(self, knowledge: Knowledge, state: State, update: Update, received: Params) -> State:
         """The same for models of what comes next: no client's tables are made whole."""
@@ -316,8 +331,8 @@ class ServerCommunity(_Community):
         else:
             told = self._way(knowledge) in ("told", "fitted")
             given = (received, update, vectors["user"])
-            score = of_changes(knowledge, self.scoring, *given, told=told, seed=self.seed).flatten()
-        return self._with(state, adversary, update.client[model], score)
+            score = of_changes(knowledge, self.scoring, *given, told=told, seed=self.seed)[adversary, model]
+        return self.keeping(state, adversary, update.client[model], score)
 
     def _counted(self, state: State, update: Update) -> State:
         """With the numbers of rows of those who were not heard of before."""
@@ -367,104 +382,7 @@ class PeerCommunity(_Community):
             return state
         adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
         score = self._scores(knowledge, models, vectors, of_model, adversary, message.model[push])
-        return self._with(state, adversary, message.sender[push], score)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommunityThroughItems:
-    """First which items are a client's own, from its uploads, then who is similar to the targets by these: expected
-    Jaccard, the overlap and the union each by the probabilities of items. It needs nobody's vector.
-
-    reading "count" instead: the expected number of targets that are the client's, to find who has any.
-    """
-
-    membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0))
-    reading: Reading = "jaccard"
-
-    vantage: ClassVar[type[Server]] = Server
-    question: ClassVar[type[WhoBelongs]] = WhoBelongs
-
-    def __post_init__(self) -> None:
-        if self.reading not in get_args(Reading):
-            raise ConfigError(f"reading is {self.reading!r}, expected one of {', '.join(get_args(Reading))}.")
-
-    def init(self, knowledge: Knowledge) -> State:
-        """As the membership attack."""
-        return self.membership.init(knowledge)
-
-    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
-        """As the membership attack."""
-        return self.membership.fold(knowledge, state, message)
-
-    def answer(self, knowledge: Knowledge, state: State, question: WhoBelongs) -> Tensor:
-        """Probabilities of items, then similarities."""
-        pair, _ = pairs_with_odds(state, knowledge.n_items)
-        client, item = pair // knowledge.n_items, pair % knowledge.n_items
-        chance = self.membership.answer(knowledge, state, WhichItems(client, item)).float()
-        seen, place = torch.unique(client, return_inverse=True)
-        rows = torch.zeros(len(seen), knowledge.n_items).index_put_((place, item), chance)
-        targets = targets_of(knowledge)[question.adversary]
-        near = _near(targets, rows, self.reading)
-        score = torch.full((len(targets), knowledge.n_users), UNSEEN)
-        score[:, seen] = near
-        return score[:, question.client]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerCommunityThroughItems:
-    """The chain at nodes of a gossip: which item rows did the sender's own training move, and how similar are these
-    items to the targets (Jaccard)? It needs nobody's vector. For matrix factorization (one item table of vectors).
-
-    What a network has in common is taken away: the mean of the models that the adversary received in earlier ticks,
-    where each tick counts twice as much as the one before. A client's own items move along one direction (in GMF along
-    h * u, its negatives against it), so with the user's vector sent, that is the direction; without it, the leading one
-    of what is left, f32[I, d], with the sign that makes few rows large and many small. As many rows as a client has
-    items on average (`popularity` must be public) are taken for its own. It holds two item tables for each adversary.
-    """
-
-    keep: Keeping = "latest"
-    colluders: float = 0.0  # as `PeerCommunity` has it
-
-    vantage: ClassVar[type[Peers]] = Peers
-    question: ClassVar[type[WhoBelongs]] = WhoBelongs
-
-    def __post_init__(self) -> None:
-        PeerCommunity(keep=self.keep, colluders=self.colluders)  # the same is wrong with both
-
-    def init(self, knowledge: Knowledge) -> State:
-        """Nobody has sent anything."""
-        adversaries = len(targets_of(knowledge))
-        part = next(part for part in knowledge.components if part.name == _table(knowledge))
-        nothing = torch.zeros(adversaries, knowledge.n_items, *part.shape)
-        state = {"common": nothing, "weight": torch.zeros(adversaries), "tick": torch.tensor([-1])}
-        return {**PeerCommunity().init(knowledge), **state, "sum": nothing, "count": torch.zeros(adversaries)}
-
-    def answer(self, knowledge: Knowledge, state: State, question: WhoBelongs) -> Tensor:
-        """The scores as they are kept."""
-        return PeerCommunity().answer(knowledge, state, question)
-
-    def fold(self, knowledge: Knowledge, state: State, message: PeerMessage) -> State:
-        """Score every push for the groups that received it, if they received something before this tick."""
-        if isinstance(message, Disclosure) or not len(message.model):
-            return state
-        if int(state["tick"]) != message.round:
-            state = _next_tick(state, message.round)
-        models, direction = message.params[_table(knowledge)], _directions(knowledge, message)  # f32[m, I, d]
-        of_model = torch.empty(len(models), dtype=torch.int64).index_copy_(0, message.model, message.sender)
-        adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
-        pair = torch.unique(torch.stack([adversary, message.model[push]]), dim=1)  # colluders may receive a model twice
-        targets, size, step = targets_of(knowledge), _mean_items(knowledge), max(1, _NUMBERS // models[0].numel())
-        total, count = state["sum"].clone(), state["count"].clone()
-        for who, what in zip(*(torch.split(each, step) for each in pair), strict=True):
-            total.index_add_(0, who, models[what])
-            count.index_add_(0, who, torch.ones(len(who)))
-            known = state["weight"][who] > 0
-            who, what = who[known], what[known]
-            if len(who):
-                along = None if direction is None else direction[what]
-                score = _of_moved_rows(models[what] - state["common"][who], along, targets[who], size)
-                state = PeerCommunity(keep=self.keep)._with(state, who, of_model[what], score)
-        return {**state, "sum": total, "count": count}
+        return self.keeping(state, adversary, message.sender[push], score)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -501,63 +419,7 @@ def colluding(n_users: int, share: float, seed: int) -> Tensor:
     return groups
 
 
-def _near(targets: Tensor, chance: Tensor, reading: Reading) -> Tensor:
-    """How near users are to targets by the probabilities that items are theirs, f32[A, I], f32[m, I] -> f32[A, m]."""
-    if reading == "count":
-        return targets @ chance.T
-    both = targets @ chance.T
-    return both / (targets.sum(1, keepdim=True) + chance.sum(1) - both).clamp(min=_TINY)
-
-
-def _next_tick(state: State, tick: int) -> State:
-    """What was received in the last tick is what models have in common from now on, with half of what was before."""
-    before, count = state["weight"] / 2, state["count"]
-    weight = before + count
-    share = (before / weight.clamp(min=_TINY)).view(-1, 1, 1)
-    common = share * state["common"] + state["sum"] / weight.clamp(min=_TINY).view(-1, 1, 1)
-    fresh = {"sum": torch.zeros_like(common), "count": torch.zeros_like(count), "tick": torch.tensor([tick])}
-    return {**state, **fresh, "common": common, "weight": weight}
-
-
-def _of_moved_rows(apart: Tensor, direction: Tensor | None, targets: Tensor, size: int) -> Tensor:
-    """Jaccard of the rows that moved most with the targets: f32[k, I, d], f32[k, d] and f32[k, I] -> f32[k]."""
-    along = leading_direction(apart) if direction is None else direction
-    moved = (apart @ along.unsqueeze(2)).squeeze(2)
-    top = moved.topk(min(size, moved.shape[1]), dim=1).indices
-    both = targets.gather(1, top).sum(1)
-    return both / (targets.sum(1) + top.shape[1] - both).clamp(min=1)
-
-
-def leading_direction(rows: Tensor) -> Tensor:
-    """The direction in which rows differ most from 0, f32[n, I, d] -> f32[n, d], towards the few large ones: the third
-    moment of the projections is positive.
-    """
-    _, vectors = torch.linalg.eigh(rows.transpose(1, 2) @ rows)
-    along: Tensor = vectors[:, :, -1]
-    cubes = (rows @ along.unsqueeze(2)).squeeze(2).pow(3).sum(1)
-    return along * torch.where(cubes < 0, -1.0, 1.0).unsqueeze(1)
-
-
-def _table(knowledge: Knowledge) -> str:
-    """The one item table, of vectors."""
-    tables = [part for part in knowledge.components if part.storage == "per_item" and part.shared]
-    if len(tables) != 1 or len(tables[0].shape) != 1:
-        names = ", ".join(part.name for part in tables) or "none"
-        raise ConfigError(f"The chain at nodes needs one shared item table of vectors, got {names}.")
-    return tables[0].name
-
-
-def _directions(knowledge: Knowledge, message: Push) -> Tensor | None:
-    """Along which the own items of each sender move in GMF, h * u, f32[m, d]; None where vectors are not sent."""
-    params = message.params
-    if type(knowledge.model) is not GMF or "user" not in params or _WEIGHT not in params:
-        return None
-    m = len(params["user"])
-    of_model = torch.empty(m, dtype=torch.int64).index_copy_(0, message.model, message.sender)
-    return params["user"][torch.arange(m), of_model] * params[_WEIGHT].squeeze(-1)
-
-
-def _mean_items(knowledge: Knowledge) -> int:
+def mean_items(knowledge: Knowledge) -> int:
     """How many items clients have on average."""
     if "popularity" not in knowledge.public:
         raise ConfigError("The attack needs to know how many items clients have on average: make popularity public.")
@@ -565,8 +427,8 @@ def _mean_items(knowledge: Knowledge) -> int:
 
 
 def _all_pairs(adversaries: int, models: int) -> tuple[Tensor, Tensor]:
-    """Every adversary with every model, i64[A m] each."""
-    return torch.arange(adversaries).repeat_interleave(models), torch.arange(models).repeat(adversaries)
+    """Every adversary with every model, i64[A m] each; one model after the other, as each fits a cache."""
+    return torch.arange(adversaries).repeat(models), torch.arange(models).repeat_interleave(adversaries)
 
 
 def _kept(knowledge: Knowledge) -> list[Component]:
@@ -612,7 +474,7 @@ def _logits(knowledge: Knowledge, models: Params, vectors: Params, changes: _Cha
     m = len(next(iter(models.values())))
     if type(knowledge.model) is GMF:
         both, out = {**models, **vectors}, torch.empty(m, knowledge.n_items)
-        turned, bias = both[_WEIGHT].squeeze(-1) * both["user"], both.get(_BIAS, torch.zeros(m, 1)).squeeze(-1)
+        turned, bias = both[WEIGHT].squeeze(-1) * both["user"], both.get(_BIAS, torch.zeros(m, 1)).squeeze(-1)
         if changes is None:
             score_items(*(each.contiguous().numpy() for each in (models["item"], turned, bias, out)))
         else:
@@ -632,9 +494,37 @@ def _logits(knowledge: Knowledge, models: Params, vectors: Params, changes: _Cha
 
 def _claimed(knowledge: Knowledge, logits: Tensor) -> Tensor:
     """The highest scores of each model, as many as a client has items on average, f32[m, I] of 0 and 1."""
-    count = _mean_items(knowledge)
+    count = mean_items(knowledge)
     top = logits.topk(min(count, logits.shape[1]), dim=1).indices
     return torch.zeros_like(logits).scatter_(1, top, 1.0)
+
+
+def _places(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The targets of each adversary as items one after another, i64[T] and i64[A + 1]; found once for each tensor."""
+    if targets not in _FOUND:
+        owner, item = targets.nonzero(as_tuple=True)
+        _FOUND[targets] = item.contiguous(), torch.searchsorted(owner, torch.arange(len(targets) + 1))
+    places: tuple[Tensor, Tensor] = _FOUND[targets]
+    return places
+
+
+def _totals(targets: Tensor, value: Tensor) -> Tensor:
+    """The sum over an adversary's targets of what a model gives items, f32[A, I], f32[m, I] -> f32[A, m].
+
+    Of a large catalog hardly any item is a target: then only these are read.
+    """
+    item, offset = _places(targets)
+    if len(item) > _DENSE * targets.numel():
+        return targets @ value.T
+    out = torch.empty(len(targets), len(value))
+    sum_targets(*(each.contiguous().numpy() for each in (value, item, offset, out)))
+    return out
+
+
+def _jaccard(targets: Tensor, claims: Tensor, size: Tensor) -> Tensor:
+    """f32[A, I], f32[m, I], f32[A, 1 or m] (how many targets) -> f32[A, m]."""
+    both = _totals(targets, claims)
+    return both / (size + claims.sum(1) - both)
 
 
 def _padded(targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -649,8 +539,8 @@ def _similar(count: Tensor, beside: int, size: int) -> Iterator[Tensor]:
     order = count.argsort()
     width, start = (count[order] + beside) * size, 0
     while start < len(order):
-        some = width[start : start + max(1, _NUMBERS // max(1, int(width[start])))]
-        fits = torch.arange(1, len(some) + 1) * some <= _NUMBERS  # ascending, so these are the first ones
+        some = width[start : start + max(1, NUMBERS // max(1, int(width[start])))]
+        fits = torch.arange(1, len(some) + 1) * some <= NUMBERS  # ascending, so these are the first ones
         end = start + max(1, int(fits.sum()))
         yield order[start:end]
         start = end

@@ -12,9 +12,11 @@ Axis letters: k labelled users, n others, p columns, q prepared columns, K class
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import log_softmax, softmax
@@ -27,6 +29,8 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.svm import SVC
 from sklearn.tree import DecisionTreeClassifier
 from sklearn.utils.extmath import randomized_svd
+from torch import Tensor
+from torch.nn import functional
 
 from recleak import random
 from recleak.errors import ConfigError
@@ -171,6 +175,71 @@ class Network(Prepared):
         for _ in range(self.epochs):
             network.partial_fit(x, code, classes=classes)
         return _wide(network.predict_proba(others))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenEpoch(Prepared):
+    """PARD's attacker (Zhao et al., section II-B): a perceptron of three layers under SGD with momentum, full batches.
+
+    Widths are not given in the paper; rates and epochs are those of its code. How long to train is chosen on a part of
+    the labelled users, by cross-entropy; then all of them train as long. The code instead reports the epoch that is
+    best for the graded users: `path` has the answer after every epoch, for whoever knows the truth and wants to repeat
+    that.
+    """
+
+    prepare: Preparation = field(default_factory=lambda: Preparation("standard", "none"))
+    hidden: tuple[int, ...] = (64, 32)
+    epochs: int = 150
+    learning_rate: float = 0.05
+    momentum: float = 0.9
+    valid: float = 0.2
+
+    def _chances(self, x: _Rows, others: _Rows, code: _Ints, seed: int) -> _Floats:
+        order = np.random.default_rng(_state(seed, "validation users")).permutation(len(x))
+        held, rest = order[: round(self.valid * len(x))], order[round(self.valid * len(x)) :]
+        epochs = self.epochs
+        if len(held) and len(rest):
+            found = self._walk(x[rest], x[held], code[rest], int(code.max()) + 1, self.epochs, seed)
+            right = found[:, np.arange(len(held)), code[held]]  # f64[E, n]
+            epochs = int(np.log(np.maximum(right, _TINY)).mean(axis=1).argmax()) + 1
+        last: _Floats = self._walk(x, others, code, int(code.max()) + 1, epochs, seed)[-1]
+        return last
+
+    def path(self, x: _Rows, label: _Ints, classes: int, others: _Rows, seed: int) -> _Floats:
+        """Probabilities after each epoch, f64[E, n, K], for rows as in `fit_predict`."""
+        present, code = np.unique(label, return_inverse=True)
+        chance = np.zeros((self.epochs, len(others), classes))
+        with one_thread():
+            mine, theirs = self.prepare.apply(x, others, seed)
+            chance[:, :, present] = self._walk(mine, theirs, code, len(present), self.epochs, seed)
+        return chance
+
+    def _walk(self, x: _Rows, others: _Rows, code: _Ints, classes: int, epochs: int, seed: int) -> _Floats:
+        """Probabilities after each of so many epochs, f64[E, n, K]."""
+        generator = torch.Generator().manual_seed(_state(seed, "perceptron"))
+        widths = (x.shape[1], *self.hidden, classes)
+        layers = []
+        for i, o in pairwise(widths):
+            for shape in ((i, o), (o,)):  # as torch's nn.Linear starts
+                layers.append((torch.rand(shape, generator=generator) * 2 - 1) / i**0.5)
+        speed = [torch.zeros_like(layer) for layer in layers]
+        rows, label, asked = torch.from_numpy(x), torch.from_numpy(code), torch.from_numpy(others)
+        found = np.empty((epochs, len(others), classes))
+        for epoch in range(epochs):
+            leaves = [layer.detach().requires_grad_() for layer in layers]
+            slopes = torch.autograd.grad(functional.cross_entropy(_outputs(leaves, rows), label), leaves)
+            speed = [self.momentum * old + new for old, new in zip(speed, slopes, strict=True)]
+            layers = [layer.detach() - self.learning_rate * step for layer, step in zip(leaves, speed, strict=True)]
+            found[epoch] = _outputs(layers, asked).softmax(1).numpy()
+        return found
+
+
+def _outputs(layers: list[Tensor], rows: Tensor) -> Tensor:
+    """A perceptron with ReLU; weights and biases in turn."""
+    hidden = rows
+    for place in range(0, len(layers), 2):
+        hidden = (hidden if place == 0 else hidden.relu()) @ layers[place] + layers[place + 1]
+    return hidden
 
 
 @dataclass(frozen=True, kw_only=True)

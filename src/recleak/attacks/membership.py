@@ -411,6 +411,26 @@ class KMeans(FromUploads):
         return torch.where(claim, SURE, -SURE), count
 
 
+@dataclass(frozen=True, kw_only=True)
+class FarthestRows(FromUploads):
+    """The rows that moved farthest are a client's own (PARD, section II-B: "the differences between client and
+    server-side item embeddings"). With more negatives than own items an untrained model is further from the labels of
+    the latter, and a defense that adds terms for own items moves them farther still. A trained model may move both
+    alike.
+    """
+
+    component: str = "item"
+
+    def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
+        """How far each row moved, by its logarithm, in standard deviations among the rows of its client."""
+        size = update.offset.diff().clamp(min=1)
+        far = update.rows[self.component].flatten(1).norm(dim=1).clamp(min=_LEAST).log()  # f32[N]
+        mean = far.new_zeros(update.n_clients).index_add_(0, update.owner, far) / size
+        away = far - mean[update.owner]
+        spread = (far.new_zeros(update.n_clients).index_add_(0, update.owner, away.square()) / size).sqrt()
+        return 2 * away / spread.clamp(min=1e-6)[update.owner], expected_positives(knowledge, update.offset.diff())
+
+
 def _clustered(points: NDArray[np.float64], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Two clusters by Lloyd's algorithm from a k-means++ start: labels i64[K], and the SSE of each, f64[2]."""
     center, label = kmeans2(points, 2, iter=30, minit="++", check_finite=False, rng=rng)

@@ -7,18 +7,48 @@ defends one real device: C = 1 with `Streams.from_os()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import hypot
 
 from torch import Tensor
 
 from recleak.defenses.spending import NoGuarantee, Spending
 from recleak.errors import ConfigError
+from recleak.models.base import Batch, Params
 from recleak.models.components import Component, by_name, require_names
 from recleak.streams import Streams
 from recleak.training.local import LocalData
 from recleak.update import NodeParams, Update, rows_of, values_of
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """What C clients have before them at a step of local training, beside the parameters that they train."""
+
+    round: int
+    batch: Batch  # which of the scored items are a client's own, how many it has
+    own: Params  # the components of the defense itself, f32[C, *shape]
+    attributes: Mapping[str, Tensor] = field(default_factory=dict)  # each client's own: i64[C], -1 unknown; or f32[C]
+    protects: Mapping[str, Tensor] = field(default_factory=dict)  # bool[C]: who wants an attribute protected, if said
+    insensitive: Tensor | None = None  # bool[C]: who tells everybody
+    public: Mapping[str, Tensor] = field(default_factory=dict)  # what insensitive users told (`training.attributes`)
+
+    def select(self, position: Tensor) -> Scene:
+        """The clients at these positions, i64[n]."""
+        batch = replace(
+            self.batch,
+            own=self.batch.own[position],
+            degree=self.batch.degree[position],
+            neighbors={name: value[position] for name, value in self.batch.neighbors.items()},
+        )
+
+        def mine(tables: Mapping[str, Tensor]) -> Params:
+            return {name: value[position] for name, value in tables.items()}
+
+        insensitive = None if self.insensitive is None else self.insensitive[position]
+        own, attributes, protects = mine(self.own), mine(self.attributes), mine(self.protects)
+        return Scene(self.round, batch, own, attributes, protects, insensitive, self.public)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +75,13 @@ class Defense:
         """Which components leave the device at all."""
         return components
 
+    def own_components(self) -> tuple[Component, ...]:
+        """Components of its own, beside the model's: kept by each client, or shared as the model's are.
+
+        The optimizer of the model does not touch them; the hook `alternate` does.
+        """
+        return ()
+
     def data(self, data: LocalData, streams: Streams) -> LocalData:
         """The interactions that clients train on, before training."""
         return data
@@ -60,6 +97,42 @@ class Defense:
         received is in `moved.received`, here and in the hooks below, except for the gradient.
         """
         return None
+
+    def alternate(self, params: Params, scene: Scene, streams: Streams) -> Params:
+        """Its own components after a step of their own, before each local epoch: those that changed, f32[C, *shape].
+
+        `params` are the model's, as `Model.logits` gets them with the first batch of the epoch.
+        """
+        return {}
+
+    def objective(self, params: Params, scene: Scene, streams: Streams) -> Tensor | None:
+        """A term of the loss at every step, of the parameters that a step reads, f32[C], or None.
+
+        `params` are the model's, with the graph for automatic differentiation; nothing flows into `scene`.
+        """
+        return None
+
+    @property
+    def needs_attributes(self) -> tuple[str, ...]:
+        """The attributes of users that it protects: a client must know its own."""
+        return ()
+
+    @property
+    def insensitive(self) -> float:
+        """The share of users who tell theirs, for who has to draw them (an audit)."""
+        return 0.0
+
+    def for_attributes(self, classes: Mapping[str, int]) -> Defense:
+        """The same for the attributes of the data at hand, with so many classes each, if it names none."""
+        return self
+
+    @property
+    def disclosed(self) -> tuple[str, ...]:
+        """The components that insensitive users tell to everybody after they trained, with their attributes.
+
+        Of a table of items they tell rows of some of their own items, and the mean over all of them.
+        """
+        return ()
 
     def batch_sum(self, total: Update, streams: Streams) -> Update:
         """The sum of the gradients of a batch's examples, each clipped to `example_bound`; only asked if there is one.
@@ -142,7 +215,19 @@ class Defense:
         return (NoGuarantee(repr(self), why, keeps="upload" not in used),)
 
 
-HOOKS = ("sharing", "data", "features", "penalty", "batch_sum", "gradient", "epoch", "upload", "release")
+HOOKS = (
+    "sharing",
+    "data",
+    "features",
+    "alternate",
+    "objective",
+    "penalty",
+    "batch_sum",
+    "gradient",
+    "epoch",
+    "upload",
+    "release",
+)
 
 
 @dataclass(frozen=True)
@@ -159,6 +244,10 @@ class Chain(Defense):
         for defense in self.defenses:
             components = defense.sharing(components)
         return components
+
+    def own_components(self) -> tuple[Component, ...]:
+        """Those of all."""
+        return tuple(part for defense in self.defenses for part in defense.own_components())
 
     def data(self, data: LocalData, streams: Streams) -> LocalData:
         """All in order."""
@@ -180,6 +269,41 @@ class Chain(Defense):
             if term is not None:
                 total = term if total is None else total + term
         return total
+
+    def alternate(self, params: Params, scene: Scene, streams: Streams) -> Params:
+        """Each its own."""
+        changed: Params = {}
+        for position, defense in enumerate(self.defenses):
+            changed |= defense.alternate(params, scene, streams.within(str(position)))
+        return changed
+
+    def objective(self, params: Params, scene: Scene, streams: Streams) -> Tensor | None:
+        """The sum of the terms."""
+        total: Tensor | None = None
+        for position, defense in enumerate(self.defenses):
+            term = defense.objective(params, scene, streams.within(str(position)))
+            if term is not None:
+                total = term if total is None else total + term
+        return total
+
+    @property
+    def insensitive(self) -> float:
+        """The largest of all."""
+        return max((defense.insensitive for defense in self.defenses), default=0.0)
+
+    def for_attributes(self, classes: Mapping[str, int]) -> Defense:
+        """Each for itself."""
+        return replace(self, defenses=tuple(defense.for_attributes(classes) for defense in self.defenses))
+
+    @property
+    def needs_attributes(self) -> tuple[str, ...]:
+        """Those of all, each once."""
+        return tuple(dict.fromkeys(name for defense in self.defenses for name in defense.needs_attributes))
+
+    @property
+    def disclosed(self) -> tuple[str, ...]:
+        """Those of all, each once."""
+        return tuple(dict.fromkeys(name for defense in self.defenses for name in defense.disclosed))
 
     def batch_sum(self, total: Update, streams: Streams) -> Update:
         """All in order."""
@@ -264,6 +388,11 @@ class Chain(Defense):
     def spends(self) -> tuple[Spending, ...]:
         """The statements of all, in order."""
         return tuple(statement for defense in self.defenses for statement in defense.spends())
+
+
+def all_components(components: tuple[Component, ...], defense: Defense) -> tuple[Component, ...]:
+    """A model's components and those of a defense, with the sharing policy of the defense."""
+    return defense.sharing((*components, *defense.own_components()))
 
 
 def hooks(defense: Defense) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recleak.defenses.base import Defense
 from recleak.defenses.spending import NoGuarantee, Spending
@@ -37,14 +37,22 @@ class Share(Defense):
     """Send components: by default all, the user table too, as the full model of community detection attacks.
 
     The opposite of a defense; it states a system's policy in the same words, and what it costs can be compared.
+    averaged=False: rows of users are sent as they are and stay so; it does not change how anything is trained.
     """
 
     components: tuple[str, ...] | None = None  # None: every component
+    averaged: bool = True
 
     def sharing(self, components: tuple[Component, ...]) -> tuple[Component, ...]:
         """The same components, these ones shared."""
-        every = [part.name for part in components]
-        return parts.sharing(components, dict.fromkeys(every if self.components is None else self.components, True))
+        chosen = [part.name for part in components] if self.components is None else self.components
+        shared = parts.sharing(components, dict.fromkeys(chosen, True))
+        if self.averaged:
+            return shared
+        return tuple(
+            replace(part, averaged=False) if part.name in chosen and part.storage == "per_user" else part
+            for part in shared
+        )
 
     def component_names(self) -> Iterable[str]:
         """The components that it sends, if it names them."""

@@ -1,8 +1,9 @@
 """Components: the named parts of a model's parameters. Sharing, noise, attacks and reports all speak of these names.
 
 storage `per_user`: a table whose row belongs to one client; `per_item`: a table with a row per item; `dense`: the rest.
-role `user`, `item` or `head` (with a layer, counted from 1).
-A **shared** component is sent, averaged and broadcast; a **kept** one is the client's own copy and stays with it.
+role `user`, `item` or `head` (with a layer, counted from 1). A **shared** component is sent, averaged and broadcast; a
+**kept** one is the client's own copy and stays with it. A shared `per_user` table that is not **averaged** is sent too,
+but each row stays as its client made it: who receives it sees it, and does nothing with it.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class Component:
     layer: int | None = None  # of a head, counted from 1
     shared: bool = True
     fans: tuple[int, int] | None = None  # None: from the shape
+    averaged: bool = True  # if shared; only the row of a user is sent without being averaged
 
     @property
     def size(self) -> int:
@@ -153,6 +155,11 @@ def by_name(components: Iterable[Component]) -> dict[str, Component]:
             raise ConfigError(f"A component is called {component.name!r}, expected a name without '/'.")
         if min(component.shape, default=1) < 1:
             raise ConfigError(f"The component {component.name!r} has shape {component.shape}, expected positive sizes.")
+        if not component.averaged and component.storage != "per_user":
+            raise ConfigError(
+                f"The component {component.name!r} is {component.storage} and not averaged, expected per_user: a row "
+                "that belongs to one client.\n  What all clients train must be averaged, or kept."
+            )
         if component.name in named:
             raise ConfigError(f"Got two components called {component.name!r}, expected different names.")
         named[component.name] = component

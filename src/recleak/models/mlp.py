@@ -51,12 +51,12 @@ def mlp(params: Params, user: Tensor, item: Tensor, *, bounded: bool = False) ->
         user, item = user.clamp(0, 1), item.clamp(0, 1)
     width = user.shape[-1]
     weight, bias = _layer(params, 1)
-    client = _linear(user.unsqueeze(1), weight[:, :width], bias)  # f32[C, 1, o]
-    hidden = _linear(item, weight[:, width:], client)  # f32[C, B, o]
+    client = linear(user.unsqueeze(1), weight[:, :width], bias)  # f32[C, 1, o]
+    hidden = linear(item, weight[:, width:], client)  # f32[C, B, o]
     layer = 2
     while f"head.{layer}.weight" in params:
         last = f"head.{layer + 1}.weight" not in params
-        hidden = _linear(hidden.clamp(0, 1) if bounded and last else hidden.relu(), *_layer(params, layer))
+        hidden = linear(hidden.clamp(0, 1) if bounded and last else hidden.relu(), *_layer(params, layer))
         layer += 1
     return hidden.squeeze(-1)
 
@@ -73,8 +73,8 @@ def _layer(params: Params, layer: int) -> tuple[Tensor, Tensor]:
     return weight, weight.new_zeros(len(weight), 1, weight.shape[-1]) if bias is None else bias.unsqueeze(1)
 
 
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """f32[C, B, i] -> f32[C, B, o]; the bias may differ by item."""
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A layer, f32[C, B, i] and f32[C, i, o] -> f32[C, B, o]; the bias f32[C, 1 or B, o] may differ by item."""
     if weight.shape[-1] == 1:
         return dot(weight.squeeze(-1), inputs).unsqueeze(-1) + bias
     return torch.baddbmm(bias, inputs, weight)

@@ -47,13 +47,8 @@ from torch import Tensor
 from recleak import random
 from recleak.accounting import averaging, ledger
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import (
-    CommunityThroughItems,
-    PeerCommunity,
-    PeerCommunityThroughItems,
-    ServerCommunity,
-    colluding,
-)
+from recleak.attacks.community import PeerCommunity, ServerCommunity, colluding
+from recleak.attacks.community_items import CommunityThroughItems, PeerCommunityThroughItems
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.sequences import Transitions, held_out, sequence_split
@@ -72,7 +67,8 @@ from recleak.models.prme import PRMEG
 from recleak.papers import cda_sensitive
 from recleak.papers.reproduce import Measured
 from recleak.protocols.federated import BLOCK, Federated, FederatedModel, train_federated
-from recleak.protocols.gossip import Gossip, GossipModel, Precision, train_gossip
+from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
+from recleak.protocols.nodes import Precision
 from recleak.training.cohort import LocalTraining
 from recleak.training.executor import InProcess
 from recleak.training.optimizers import SGD, Adam

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.base import WhoBelongs
-from recleak.attacks.community import CommunityThroughItems, PeerCommunity, ServerCommunity, colluding
+from recleak.attacks.community import PeerCommunity, ServerCommunity, colluding
+from recleak.attacks.community_items import CommunityThroughItems
 from recleak.data.marks import Mark
 from recleak.errors import ConfigError
 from recleak.grading import grade_holders

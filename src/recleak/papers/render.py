@@ -1,4 +1,4 @@
-"""A reproduction to read: published numbers beside ours, claims with verdicts; for terminals, as Markdown, as JSON."""
+"""A reproduction to read: published numbers beside ours, claims with verdicts; for terminals and as Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table as Grid
 from rich.text import Text
@@ -320,37 +319,3 @@ def _row(*words: str) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("|", "&#124;")
-
-
-# --- JSON ---------------------------------------------------------------------------------------------------------
-
-
-def as_json(report: Report) -> list[dict[str, Any]]:
-    """One object per cell; null where nothing is known, and for an end of an interval that is not bounded."""
-    rows = []
-    for table, cells in report.tables():
-        for cell, ours in cells.values():
-            rows.append(
-                {
-                    "table": table.id,
-                    "cell": table.full(cell),
-                    "row": cell.row,
-                    "column": cell.column,
-                    "metric": cell.metric or cell.series or "ratio",
-                    "variant": report.results.variant,
-                    "code": report.results.code,
-                    "published": cell.published,
-                    "ours": _finite(ours.value),
-                    "low": _finite(ours.low),
-                    "high": _finite(ours.high),
-                    "users": ours.users,
-                    "seeds": ours.seeds,
-                    "seconds": round(ours.seconds, 2),
-                    **({"series": ours.curve} if cell.series is not None else {}),
-                }
-            )
-    return rows
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and isfinite(value) else None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from recleak.errors import ConfigError, RecleakError, unknown_name
 from recleak.jobs import do_all
 from recleak.papers.base import Paper, Scalar, runner_module
+from recleak.papers.cells_file import from_json
 from recleak.papers.store import Question, Results, Store
 
 
@@ -112,7 +113,8 @@ def plan(results: Results, cells: Iterable[str], seeds: int) -> list[Run]:
     paper = results.paper
     asked: dict[str, tuple[Question, set[str]]] = {}
     for name in cells:
-        for cell in paper.needs(paper.cells[name]):
+        enough = name in results.known and results.known[name].seeds >= seeds
+        for cell in paper.needs(paper.cells[name]) if not enough else ():
             question = results.question(cell)
             asked.setdefault(question.name, (question, set()))[1].add(str(cell.metric or cell.series))
     runs: list[Run] = []
@@ -173,8 +175,9 @@ def store_of(paper: Paper, folder: Path) -> Store:
     return Store(folder / paper.name)
 
 
-def results_of(paper: Paper, folder: Path, variant: str | None) -> Results:
-    """The stored results of the runner as it is now."""
+def results_of(paper: Paper, folder: Path, variant: str | None, known: Path | None = None) -> Results:
+    """The stored results of the runner as it is now; and what a file of cells knows, if it is of the same runner."""
     module, _ = runner_module(paper)
-    code = getattr(module, "VERSION", 0)
-    return Results(paper, store_of(paper, folder), code=code, variant=paper.variant(variant))
+    code, name = getattr(module, "VERSION", 0), paper.variant(variant)
+    cells = {} if known is None else from_json(known, paper, code, name)
+    return Results(paper, store_of(paper, folder), code=code, variant=name, known=cells)

@@ -215,9 +215,12 @@ class Judged:
 class Results:
     """The stored results of a paper in one variant, over all seeds that are stored."""
 
-    def __init__(self, paper: Paper, store: Store, *, code: int, variant: str) -> None:
+    def __init__(
+        self, paper: Paper, store: Store, *, code: int, variant: str, known: Mapping[str, Ours] | None = None
+    ) -> None:
         self.paper, self.store, self.code, self.variant = paper, store, code, variant
-        self._known: dict[tuple[str, ...], Ours] = {}
+        self.known = dict(known or {})
+        self._found: dict[tuple[str, ...], Ours] = {}
         self._answers: dict[tuple[str, int], Answer] = {}
 
     def question(self, cell: Cell) -> Question:
@@ -225,7 +228,14 @@ class Results:
         return Question(self.paper.runner, self.code, self.variant, cell.run, cell.ask)
 
     def ours(self, name: str) -> Ours:
-        """A cell by its full id: the mean over users and seeds, its interval by a bootstrap over both."""
+        """A cell by its full id: the mean over users and seeds, its interval by a bootstrap over both.
+
+        Of a cell that is known from elsewhere and also stored, what has more seeds counts, and then what is stored.
+        """
+        stored, known = self._stored(name), self.known.get(name, Ours())
+        return stored if stored.seeds >= known.seeds else known
+
+    def _stored(self, name: str) -> Ours:
         cell = self.paper.cells[name]
         if cell.ratio is not None:
             key: tuple[str, ...] = ("ratio", *cell.ratio)
@@ -235,9 +245,9 @@ class Results:
                 "metric" if cell.series is None else "series",
                 str(cell.metric or cell.series),
             )
-        if key not in self._known:
-            self._known[key] = self._ratio(cell.ratio) if cell.ratio is not None else self._measured(cell)
-        return self._known[key]
+        if key not in self._found:
+            self._found[key] = self._ratio(cell.ratio) if cell.ratio is not None else self._measured(cell)
+        return self._found[key]
 
     def judge(self, claim: Claim) -> Judged:
         """The verdicts on a claim's comparisons."""

@@ -4,22 +4,17 @@ Everything is trained in minibatches over all users until the validation metric 
 parameters count. Then every user is shown lists, which are the only messages on the wire: `Recommendations`, one for
 each session and block of users. In a later session a user is not shown again what an earlier one showed.
 
-A run with a directory is saved there after epochs, every few seconds:
-
-    run.json                 what the run is: all that decides its result
-    checkpoint.safetensors   parameters, moments and the best parameters after a number of epochs
+A run with a directory is saved there after epochs, every few seconds (`protocols.saving`): parameters, moments and the
+best parameters so far.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -32,14 +27,14 @@ from torch import Tensor
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense, Lists, hooks
 from recleak.errors import ConfigError, DataError
-from recleak.files import replace_text
 from recleak.machine import interrupts_arrive
 from recleak.metrics.ranking import rank
 from recleak.models.base import Model, Params
 from recleak.models.central import Archive, CentralModel, check_central, scores_of_all
 from recleak.models.components import by_name
 from recleak.progress import Progress
-from recleak.protocols.checks import check_central_defense, check_features, check_labels, check_tables
+from recleak.protocols.checks import check_features, check_tables
+from recleak.protocols.saving import Checkpoint, Interrupted
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.streams import Streams
@@ -49,7 +44,7 @@ from recleak.training.local import LocalData
 from recleak.training.optimizers import Adam, Optimizer
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import first_params
-from recleak.training.state import CheckpointError, differences, identify, locked, read_file, replace_file
+from recleak.training.state import identify, locked
 from recleak.utility import union
 from recleak.wire import Recommendations
 
@@ -141,12 +136,15 @@ def train_centralized(
     """
     with interrupts_arrive(), nullcontext() if directory is None else locked(directory):
         run = _Run(protocol, model, train, valid, defense or Defense(), user_features, labels or {}, seed, directory)
-        with one_thread():
-            run.walk(checkpoint_seconds, show_progress)
-        result = run.result()
-        show(protocol, result, train if valid is None else union(train, valid), defense or Defense(), taps, seed)
-        for tap in taps:
-            tap.close()
+        try:
+            with one_thread():
+                run.walk(checkpoint_seconds, show_progress)
+            result = run.result()
+            show(protocol, result, train if valid is None else union(train, valid), defense or Defense(), taps, seed)
+            for tap in taps:
+                tap.close()
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted(run.checkpoint.after_interrupt(run.epoch, run.epochs)) from interrupt
     return result
 
 
@@ -248,11 +246,11 @@ class _Run:
         check_optimizer(protocol.optimizer, set(by_name(components)))
         check_tables(components, train)
         check_features(model, user_features, train)
-        check_central_defense(model, defense)
-        check_labels(model, labels, train)
+        _check_defense(model, defense)
+        _check_labels(model, labels, train)
         if not len(train):
             raise DataError("No user has an interaction to train on", remedy="Check the data and the split.")
-        self.protocol, self.model, self.seed, self.directory = protocol, model, seed, directory
+        self.protocol, self.model, self.seed = protocol, model, seed
         self.given, self.valid = train, valid if valid is not None and len(valid) else None
         if user_features is not None and "features" in hooks(defense):
             users = np.arange(train.n_users)
@@ -261,6 +259,8 @@ class _Run:
         solved = model if isinstance(model, CentralModel) and model.examples == "solved" else None
         shared = tuple(replace(part, shared=True) for part in components)
         params = solved.solve(archive, seed) if solved else first_params(shared, train.n_users, train.n_items, seed)
+        config = _described(protocol, model, defense, train, valid, user_features, labels, seed)
+        self.checkpoint = Checkpoint(directory, config)
         self.epochs = protocol.epochs if solved is None else 0
         self.archive, self.epoch, self.continued = archive, 0, 0
         self.loss, self.scores = list[float](), list[float]()
@@ -279,7 +279,8 @@ class _Run:
             params=params,
             seed=seed,
         )
-        self._load(_described(protocol, model, defense, train, valid, user_features, labels, seed))
+        if found := self.checkpoint.read(self.epochs, ()):
+            self._continue(*found)
 
     def done(self) -> bool:
         """All epochs, or the plateau."""
@@ -331,47 +332,16 @@ class _Run:
 
     def save(self) -> None:
         """Put the run on disk as it is after this epoch; a kill at any moment leaves this or the one before."""
-        if self.directory is None:
-            return
         tensors = {f"params {name}": value for name, value in self.trainer.params.items()}
         tensors |= {f"best {name}": value for name, value in self.best.items()}
         for name, moments in self.trainer.moments.items():
             tensors |= {f"moment {place} {name}": value for place, value in enumerate(moments)}
-        about = {
-            "run": self.fingerprint,
-            "epoch": self.epoch,
-            "step": self.trainer.step,
-            "best": self.best_epoch,
-            "loss": self.loss,
-            "valid": self.scores,
-        }
-        replace_file(self.directory / "checkpoint.safetensors", tensors, about)
+        about = {"step": self.trainer.step, "best": self.best_epoch, "loss": self.loss, "valid": self.scores}
+        self.checkpoint.write(self.epoch, tensors, about, ())
 
-    def _load(self, config: dict[str, Any]) -> None:
-        """Continue from the checkpoint in the directory, if there is one and it is of this very run."""
-        if self.directory is None:
-            return
-        text = json.dumps(config, indent=2)
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        file = self.directory / "checkpoint.safetensors"
-        if not file.exists():
-            others = [each.name for each in self.directory.iterdir() if each.name not in (".lock", "run.json")]
-            if others:
-                raise CheckpointError(
-                    f"{self.directory} holds other things ({', '.join(sorted(others)[:3])}), expected a run or an "
-                    "empty directory.\n  Nothing is overwritten: give another directory."
-                )
-            replace_text(self.directory / "run.json", text + "\n")
-            return
-        tensors, about = read_file(file)
-        if about.get("run") != self.fingerprint:
-            before = json.loads((self.directory / "run.json").read_text(encoding="utf-8"))
-            changed = "; ".join(islice(differences(before, json.loads(text)), 4)) or "its run.json was changed"
-            raise CheckpointError(
-                f"{self.directory} holds a run of something else: {changed}.\n"
-                "  Give the same settings to continue it, or another directory."
-            )
-        self.epoch = self.continued = about["epoch"]
+    def _continue(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.epoch = self.continued = about["round"]
         self.best_epoch, self.loss, self.scores = about["best"], about["loss"], about["valid"]
         self.trainer.step = about["step"]
         for name, value in self.trainer.params.items():
@@ -411,3 +381,31 @@ def _described(protocol: Centralized, model: Model, *rest: Any) -> dict[str, Any
     names = ("defense", "train", "valid", "user_features", "labels", "seed")
     parts = {"format": _FORMAT, "protocol": settings, "model": model, **dict(zip(names, rest, strict=True))}
     return {name: identify(part) for name, part in parts.items()}
+
+
+def _check_defense(model: Model, defense: Defense) -> None:
+    """An error for a defense that acts on uploads, or on single examples of a model that has no gradients of them."""
+    used = hooks(defense)
+    if used & {"epoch", "upload", "sharing"} or defense.secure_aggregation:
+        raise ConfigError(
+            f"{defense!r} acts on what clients send, and here no client sends anything.\n"
+            "  Use a defense on data, features, the loss, gradients or lists; or the protocol `federated`."
+        )
+    if defense.example_bound is not None and getattr(model, "examples", "pairs") != "users":
+        raise ConfigError(
+            f"{defense!r} clips single examples, expected a model whose examples are users: the autoencoder."
+        )
+    if getattr(model, "examples", "pairs") == "solved" and used & {"penalty", "gradient", "batch_sum"}:
+        raise ConfigError(f"{type(model).__name__} is solved, not trained in steps, so {defense!r} has no say in it.")
+    defense.check_components(tuple(replace(part, shared=True) for part in model.components()))
+
+
+def _check_labels(model: Model, labels: Mapping[str, Tensor], train: Interactions) -> None:
+    if getattr(model, "needs_labels", False) and not labels:
+        raise ConfigError(
+            f"{type(model).__name__} trains against an attacker on attributes, and got no labels.\n"
+            "  Give labels={'gender': i64[U], ...}, -1 where unknown."
+        )
+    for name, label in labels.items():
+        if label.shape != (train.n_users,):
+            raise ConfigError(f"Got labels of {name} of shape {tuple(label.shape)}, expected ({train.n_users},).")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.data.interactions import Interactions
-from recleak.defenses.base import Defense, hooks
+from recleak.defenses.base import Defense
 from recleak.errors import ConfigError, DataError
 from recleak.models.base import Model
 from recleak.models.components import Component, Given
+from recleak.training.attributes import PrivateAttributes
 from recleak.training.local import Examples
 from recleak.training.transitions import TransitionExamples
 
@@ -43,6 +41,19 @@ def check_features(model: Model, features: Tensor | None, train: Interactions) -
         )
 
 
+def check_attributes(defense: Defense, attributes: PrivateAttributes | None, n_users: int) -> None:
+    """Attributes fit the users; who protects some has them."""
+    labels = {} if attributes is None else attributes.labels
+    if attributes is not None:
+        attributes.check(n_users)
+    for name in defense.needs_attributes:
+        if name not in labels:
+            raise ConfigError(
+                f"{defense!r} protects {name!r}, got users with {', '.join(labels) or 'no attributes'}.\n"
+                "  Give train_federated(..., attributes=...), see training.attributes.attributes_of."
+            )
+
+
 def check_clients(
     clients_per_round: int | None, eligible: NDArray[np.int64], examples: Examples | TransitionExamples
 ) -> None:
@@ -59,32 +70,3 @@ def check_clients(
             f"{len(full):,} users have every item, hence no negative (first: user {full[0]})",
             remedy="Leave them out of the data, or give less in `spare`.",
         )
-
-
-def check_central_defense(model: Model, defense: Defense) -> None:
-    """An error for a defense that acts on uploads, or on single examples of a model that has no gradients of them."""
-    used = hooks(defense)
-    if used & {"epoch", "upload", "sharing"} or defense.secure_aggregation:
-        raise ConfigError(
-            f"{defense!r} acts on what clients send, and here no client sends anything.\n"
-            "  Use a defense on data, features, the loss, gradients or lists; or the protocol `federated`."
-        )
-    if defense.example_bound is not None and getattr(model, "examples", "pairs") != "users":
-        raise ConfigError(
-            f"{defense!r} clips single examples, expected a model whose examples are users: the autoencoder."
-        )
-    if getattr(model, "examples", "pairs") == "solved" and used & {"penalty", "gradient", "batch_sum"}:
-        raise ConfigError(f"{type(model).__name__} is solved, not trained in steps, so {defense!r} has no say in it.")
-    defense.check_components(tuple(replace(part, shared=True) for part in model.components()))
-
-
-def check_labels(model: Model, labels: Mapping[str, Tensor], train: Interactions) -> None:
-    """Labels are there if the model needs them, one for each user."""
-    if getattr(model, "needs_labels", False) and not labels:
-        raise ConfigError(
-            f"{type(model).__name__} trains against an attacker on attributes, and got no labels.\n"
-            "  Give labels={'gender': i64[U], ...}, -1 where unknown."
-        )
-    for name, label in labels.items():
-        if label.shape != (train.n_users,):
-            raise ConfigError(f"Got labels of {name} of shape {tuple(label.shape)}, expected ({train.n_users},).")

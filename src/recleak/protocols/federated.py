@@ -6,17 +6,12 @@ the chunk, so neither does any bit of the result, and memory is bounded by the b
 
 A run with a directory is saved there before its first round and every few seconds after a round:
 
-    run.json                 what the run is: all that decides its result
-    checkpoint.safetensors   the shared parameters and the taps' state after a number of rounds
-    clients/                 what clients keep (`training.state`)
+    run.json, checkpoint.safetensors   `protocols.saving`: the shared parameters and the taps' state
+    clients/                           what clients keep (`training.state`)
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
@@ -25,7 +20,7 @@ from functools import cached_property
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import scipy.sparse as sp
@@ -36,43 +31,38 @@ from torch import Tensor
 from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.data.sequences import Transitions
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Defense, all_components
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, unknown_name
 from recleak.machine import interrupts_arrive
 from recleak.models.base import Model, Params
 from recleak.models.components import by_name
 from recleak.progress import Progress
-from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.protocols.checks import check_attributes, check_clients, check_features, check_tables
+from recleak.protocols.saving import Checkpoint, Interrupted, describe
+from recleak.protocols.stopping import Stopping
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
-from recleak.training.aggregate import Aggregation, Summation, apply
-from recleak.training.cohort import DivergedError, LocalTraining, Task, widths
+from recleak.training.aggregate import Aggregation, Summation, apply, unaveraged
+from recleak.training.attributes import PrivateAttributes, PublicData
+from recleak.training.cohort import DivergedError, LocalTraining, Task, train, widths
 from recleak.training.compiled_prme import scores_in_context
 from recleak.training.executor import Assignment, Executor, InProcess, Session, Work
-from recleak.training.local import steps_per_epoch
+from recleak.training.local import Examples, steps_per_epoch
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import first_params, personal_scores
 from recleak.training.state import (
     CheckpointError,
     ClientStore,
-    differences,
-    identify,
     locked,
-    read_file,
-    replace_file,
 )
-from recleak.training.transitions import examples_of
+from recleak.training.transitions import TransitionExamples, examples_of
 from recleak.update import merge
 from recleak.wire import Broadcast, Upload
 
 BLOCK = 64  # clients in one message; part of the last bits of a result, so not an option
 _FORMAT = "recleak federated run 1"
 _SCORED = 1 << 26  # bytes of gathered item rows at a time when users are scored
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a run; says what is saved and how to continue."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +130,9 @@ class FederatedModel:
     clients: tuple[int, ...]  # that answered in each round
     version: int  # of the store
     continued: int = 0  # rounds that an earlier call had made
+    curve: tuple[float, ...] = ()  # what a stopping rule saw
+    examples: Examples | TransitionExamples | None = None
+    tuned: bool = False  # users score after one more local training, each with tables of its own, as PFedRec has it
 
     def scores(self, users: Tensor) -> Tensor:
         """Every item for each of the given users: i64[B] -> f32[B, I]; memory beside the result is bounded."""
@@ -165,7 +158,13 @@ class FederatedModel:
         for start in range(0, len(order), step):
             some = order[start : start + step].numpy()
             here = None if asked is None else asked[start : start + step]
-            parts.append(personal_scores(self.task, self.params, self.store.read(some), self._own[some], here))
+            kept, moved = self.store.read(some), None
+            if self.tuned and self.examples is not None:
+                data = self.examples.draw(some, len(self.loss))
+                with torch.enable_grad():  # also for who scores without
+                    trained = train(self.task, self.params, kept, data, len(self.loss))
+                kept, moved = trained.kept, trained.update
+            parts.append(personal_scores(self.task, self.params, kept, self._own[some], here, moved=moved))
         return torch.cat(parts)[back.to(parts[0].device)]
 
     def _require_its_clients(self) -> None:
@@ -192,6 +191,8 @@ def train_federated(
     seed: int = 0,
     spare: tuple[Interactions, ...] = (),
     user_features: Tensor | None = None,
+    attributes: PrivateAttributes | None = None,
+    stopping: Stopping | None = None,
     directory: Path | None = None,
     checkpoint_seconds: float = 5.0,
     device: torch.device | str = "cpu",
@@ -202,10 +203,11 @@ def train_federated(
 
     `taps` receive every message of the wire in order; they are closed after the last round, and not if a run fails.
     With a `directory` the run is checkpointed. Calling again with the same arguments continues it, whenever it was
-    killed or interrupted, with the same result to the bit; with more rounds it prolongs a finished run. Without one,
-    an interrupted run leaves nothing, and its taps cannot be used again. Items of `spare` (for instance the test part)
-    are never drawn as negatives, as some published codes do. `confidants` are users who side with an adversary: in
-    every round they tell what they keep (`Disclosure`).
+    killed or interrupted, with the same result to the bit; with more rounds it prolongs a finished run. Without one, an
+    interrupted run leaves nothing, and its taps cannot be used again. Items of `spare` (for instance the test part) are
+    never drawn as negatives, as some published codes do. `confidants` are users who side with an adversary: in every
+    round they tell what they keep (`Disclosure`). `attributes` are what users keep to themselves about themselves, for
+    defenses that protect it. With `stopping`, a run may end before its last round.
     """
     with interrupts_arrive(), nullcontext() if directory is None else locked(directory):
         run = _Run(
@@ -218,18 +220,19 @@ def train_federated(
             seed,
             spare,
             user_features,
+            attributes,
             directory,
             device,
         )
+        run.stopping = stopping
         run.confidants = np.unique(np.asarray(confidants, np.int64))
         try:
             run.walk(executor or InProcess(), checkpoint_seconds, show_progress)
             for tap in taps:
                 tap.close()
         except KeyboardInterrupt as interrupt:
-            raise Interrupted(run.after_interrupt()) from interrupt
-    loss, clients = tuple(run.loss), tuple(run.clients)
-    return FederatedModel(run.task, run.params, run.store, run.train, loss, clients, run.store.version, run.continued)
+            raise Interrupted(run.checkpoint.after_interrupt(run.round, protocol.rounds)) from interrupt
+    return run.model()
 
 
 class _Run:
@@ -246,43 +249,59 @@ class _Run:
         seed: int,
         spare: tuple[Interactions, ...],
         user_features: Tensor | None,
+        attributes: PrivateAttributes | None,
         directory: Path | None,
         device: torch.device | str,
     ) -> None:
         protocol.check()
         if chunk < 1:
             raise ConfigError(f"chunk is {chunk}, expected at least 1 client.")
-        components = defense.sharing(model.components())
+        components = all_components(model.components(), defense)
         by_name(components)
         check_defense(defense, components)
         check_optimizer(protocol.local.optimizer, set(by_name(components)))
         check_tables(components, train)
         check_features(model, user_features, train)
         self.protocol, self.taps, self.chunk, self.seed = protocol, taps, chunk, seed
-        self.directory, self.device = directory, device
+        self.device = device
         self.train = train if model.needs_transitions else train.distinct()  # who comes again does so in a sequence
         local = protocol.local
         examples = examples_of(model, self.train, local, spare, seed)
         self.eligible = np.flatnonzero(examples.count).astype(np.int64)
         check_clients(protocol.clients_per_round, self.eligible, examples)
-        self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
+        self.task = Task(
+            model, components, local, defense, seed, model.item_features(train.n_items), user_features, attributes
+        )
+        check_attributes(defense, attributes, train.n_users)
+        self.public = None
+        if attributes is not None and defense.disclosed:
+            self.public = PublicData(components, defense.disclosed, attributes, self.train.matrix(), seed)
+        self.stopping: Stopping | None = None
+        self.curve: list[float] = []
         self.assignment = Assignment(self.task, examples)
         self.round, self.loss, self.clients = 0, list[float](), list[int]()
         self.confidants = np.zeros(0, np.int64)
-        self.saved: int | None = None  # the rounds in the checkpoint
         self.params = first_params(components, train.n_users, train.n_items, seed, device)
-        self._load(describe(protocol, self.task, self.train, spare, taps))
+        config = describe(_FORMAT, protocol, self.task, self.train, taps, spare=spare, block=BLOCK)
+        self.checkpoint = Checkpoint(directory, config)
+        if found := self.checkpoint.read(protocol.rounds, taps):
+            tensors, about = found
+            self.round, self.loss, self.clients = about["round"], about["loss"], about["clients"]
+            self.params = {name: tensors[f"params {name}"].to(device) for name in self.params}
+            self.curve = about["curve"]
+            if self.public is not None:
+                self.public.state = {name: tensors[f"public {name}"] for name in self.public.state}
         self.store = ClientStore(
             components, local.optimizer, train.n_users, train.n_items, seed, directory, committed=self.round
         )
         self.continued = self.round
-        if self.saved is None:
+        if self.checkpoint.saved is None:
             self.save()  # now: taps that have heard a part of the first round can go back to their beginning
 
     def walk(self, executor: Executor, checkpoint_seconds: float, show_progress: bool) -> None:
         """All rounds that are left."""
         rounds = self.protocol.rounds
-        if self.round == rounds:
+        if self.round == rounds or self._ended():
             return
         with (
             executor.open(self.assignment) as session,
@@ -292,19 +311,26 @@ class _Run:
             saved = time.monotonic()
             while self.round < rounds:
                 progress.round(self.step(session), self.loss[-1], self.clients[-1])
-                if self.round == rounds or time.monotonic() - saved >= checkpoint_seconds:
+                if self.stopping is not None and self.stopping.due(self.round):
+                    self.curve.append(self.stopping.score(self.model()))
+                ended = self.round == rounds or self._ended()
+                if ended or time.monotonic() - saved >= checkpoint_seconds:
                     self.feed.wait()
                     self.save()
                     saved = time.monotonic()
+                if ended:
+                    return
 
-    def after_interrupt(self) -> str:
-        """What to say after Ctrl-C."""
-        where = f"Interrupted after {self.round:,} of {self.protocol.rounds:,} rounds"
-        if self.directory is None:
-            return f"{where}; nothing is kept.\n  Give the run a directory, and it can be continued."
-        return (
-            f"{where}; {self.saved or 0:,} rounds are saved in {self.directory}.\n"
-            "  Run it again with the same settings to continue."
+    def _ended(self) -> bool:
+        return self.stopping is not None and self.stopping.rule.ended(self.curve)
+
+    def model(self) -> FederatedModel:
+        """As it is after this round."""
+        loss, clients, curve = tuple(self.loss), tuple(self.clients), tuple(self.curve)
+        version = self.store.version
+        examples, continued = self.assignment.examples, self.continued
+        return FederatedModel(
+            self.task, self.params, self.store, self.train, loss, clients, version, continued, curve, examples
         )
 
     # One round.
@@ -316,18 +342,26 @@ class _Run:
         self.feed.send(Broadcast(self.round, self.params))
         if len(self.confidants):
             self.feed.send(self.store.disclosed(self.confidants))
+        received = self.params
+        if self.public is not None and (disclosure := self.public.message()) is not None:
+            self.feed.send(disclosure)
+            received = {**self.params, **self.public.tables()}
         total = Summation(self.params, components, count_rows=protocol.aggregation == "touched-mean")
         loss = 0.0
         blocks = [participants[start : start + BLOCK] for start in range(0, len(participants), BLOCK)]
         width = session.width if len(blocks) < session.width else 1  # or whole blocks are enough work for everybody
         chunks = [self._chunks(block, width) for block in blocks]
         works = (Work(self.round, self.store.read(chunk).to(self.device)) for cut in chunks for chunk in cut)
-        with closing(session.map(self.params, works)) as results:
+        with closing(session.map(received, works)) as results:
             for cut in chunks:
                 parts = list(islice(results, len(cut)))
                 for part in parts:
                     self.store.write(part.kept.to("cpu"))
                 update = merge([part.update for part in parts])
+                if self.public is not None:
+                    told = set(self.task.defense.disclosed)
+                    kept = merge([part.kept.only(told) for part in parts])
+                    self.public.add(self.params, update, kept, self.round)
                 order = torch.cat([part.update.client for part in parts]).argsort()
                 positives, losses = (
                     torch.cat([getattr(part, of) for part in parts])[order] for of in ("positives", "loss")
@@ -340,7 +374,8 @@ class _Run:
         if len(participants):
             aggregate = total.result(self.round)
             self.feed.send(aggregate)
-            self.params = apply(self.params, aggregate, protocol.aggregation, protocol.server_learning_rate)
+            plain = unaveraged(components)
+            self.params = apply(self.params, aggregate, protocol.aggregation, protocol.server_learning_rate, plain)
             self._require_finite(len(participants))
         self.loss.append(loss / len(participants) if len(participants) else float("nan"))
         self.clients.append(len(participants))
@@ -370,98 +405,14 @@ class _Run:
                 cut += [piece[start : start + self.chunk] for start in range(0, len(piece), self.chunk)]
         return [np.sort(block[piece]) for piece in cut]
 
-    # Checkpoints.
-
     def save(self) -> None:
         """Put the run on disk as it is after this round; a kill at any moment leaves this or the one before."""
-        if self.directory is None:
+        if self.checkpoint.directory is None:
             return
         self.store.flush()
         tensors = {f"params {name}": value.cpu() for name, value in self.params.items()}
-        for position, tap in enumerate(self.taps):
-            tensors |= {f"tap {position} {name}": value.clone() for name, value in tap.state().items()}
-        about = {"run": self.fingerprint, "round": self.round, "loss": self.loss, "clients": self.clients}
-        replace_file(self.directory / "checkpoint.safetensors", tensors, about)
+        if self.public is not None:
+            tensors |= {f"public {name}": value.clone() for name, value in self.public.state.items()}
+        about = {"loss": self.loss, "clients": self.clients, "curve": self.curve}
+        self.checkpoint.write(self.round, tensors, about, self.taps)
         self.store.commit(self.round)
-        self.saved = self.round
-
-    def _load(self, config: dict[str, Any]) -> None:
-        """Continue from the checkpoint in the directory, if there is one and it is of this very run."""
-        if self.directory is None:
-            return
-        text = json.dumps(config, indent=2)
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        before = _earlier(self.directory)
-        file = self.directory / "checkpoint.safetensors"
-        if not file.exists():  # nothing was sent yet
-            _begin(self.directory, text)
-            return
-        tensors, about = read_file(file)
-        if about.get("run") != self.fingerprint:
-            changed = "; ".join(islice(differences(before, json.loads(text)), 4)) or "its run.json was changed"
-            raise CheckpointError(
-                f"{self.directory} holds a run of something else: {changed}.\n"
-                "  Give the same settings to continue it, or another directory."
-            )
-        self.round, self.loss, self.clients = about["round"], about["loss"], about["clients"]
-        if self.round > self.protocol.rounds:
-            raise CheckpointError(
-                f"{self.directory} holds {self.round:,} rounds, expected at most the {self.protocol.rounds:,} asked "
-                "for.\n  Ask for as many rounds or more, or give another directory."
-            )
-        self.params = {name: tensors[f"params {name}"].to(self.device) for name in self.params}
-        for position, tap in enumerate(self.taps):
-            mark = f"tap {position} "
-            tap.restore({name.removeprefix(mark): value for name, value in tensors.items() if name.startswith(mark)})
-        self.saved = self.round
-
-
-def _earlier(directory: Path) -> dict[str, Any]:
-    """What run.json says of a run in the directory; empty if there is none. A directory of other things is refused."""
-    file = directory / "run.json"
-    others = [each.name for each in directory.iterdir() if each.name not in (".lock", "run.json.partial")]
-    if not others:
-        return {}
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        before = None
-    if not isinstance(before, dict) or before.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{directory} holds other things ({', '.join(sorted(others)[:3])}), expected a run or an empty directory.\n"
-            "  Nothing is overwritten: give another directory."
-        )
-    return before
-
-
-def _begin(directory: Path, config: str) -> None:
-    """A directory for a new run; what a run left that was killed before its first checkpoint goes."""
-    shutil.rmtree(directory / "clients", ignore_errors=True)
-    partial = directory / "run.json.partial"
-    partial.write_text(config + "\n", encoding="utf-8")
-    partial.replace(directory / "run.json")
-
-
-def describe(
-    protocol: Federated, task: Task, train: Interactions, spare: tuple[Interactions, ...], taps: Sequence[Tap]
-) -> dict[str, Any]:
-    """All that decides the result, but for the number of rounds: a finished run may be prolonged."""
-    settings = {each.name: getattr(protocol, each.name) for each in dataclasses.fields(protocol)}
-    del settings["rounds"]
-    parts = {
-        "format": _FORMAT,
-        "protocol": settings,
-        "block": BLOCK,
-        "model": task.model,
-        "components": {part.name: part for part in task.components},
-        "defense": task.defense,
-        "seed": task.seed,
-        "train": train,
-        "spare": spare,
-        "user_features": task.user_features,
-        "taps": [
-            {"class": type(tap), "attack": getattr(tap, "attack", None), "vantage": getattr(tap, "vantage", None)}
-            for tap in taps
-        ],
-    }
-    return {name: identify(part) for name, part in parts.items()}

@@ -16,11 +16,14 @@ What a node sends, it also has: defenses act on the changes of its training befo
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import scipy.sparse as sp
@@ -31,16 +34,18 @@ from torch import Tensor
 from recleak import random
 from recleak.data.interactions import Interactions
 from recleak.data.sequences import Transitions
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Defense, hooks
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, unknown_name
-from recleak.kernels_gmf import merge_models
 from recleak.machine import interrupts_arrive
 from recleak.models.base import Model
 from recleak.models.components import Component, by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.protocols.mail import Mail, random_views
+from recleak.protocols.nodes import DTYPE, PIECE, TABLE, Precision, add, finite, first_nodes, fitting, merge, misfit
 from recleak.protocols.panel import CUTOFF, NEGATIVES, Panel
+from recleak.protocols.saving import Checkpoint, Interrupted, describe
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training import compiled_prme
@@ -50,19 +55,18 @@ from recleak.training.compiled_gmf import direct, judge_nodes, train_nodes
 from recleak.training.executor import Assignment, InProcess, Session, Work
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import personal_scores
-from recleak.training.state import ClientStore
+from recleak.training.state import ClientStore, locked
 from recleak.training.transitions import LocalTransitions, examples_of
-from recleak.update import NodeParams, Update
+from recleak.update import NodeParams
 from recleak.wire import Push
 
 Peering = Literal["random", "personal"]
 Merging = Literal["pairwise", "together"]
 Weights = Literal["data", "equal"]
-Precision = Literal["float32", "float16"]
 Tamper: TypeAlias = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # from what a node has to what it sends
 _WAVES = 1 << 20  # numbers of visits in one tick: more than anybody gets messages
-_TABLE = 1 << 26  # bytes of gathered parameters at a time
-_PIECE = 1 << 23  # bytes of what is copied and soon forgotten: less than this much memory is used again at once
+_ARRAYS = ("known", "view", "trainings")  # of a run, saved as they are
+_FORMAT = "recleak gossip run 1"
 _log = logging.getLogger("recleak.gossip")
 
 
@@ -122,30 +126,6 @@ class Gossip:
         return (2 + self.delay) * self.state_bytes(components, n_users, n_items)
 
 
-def random_views(
-    nodes: NDArray[np.int64], degree: int, seed: int, epoch: int, kept: NDArray[np.int64] | None = None
-) -> NDArray[np.int64]:
-    """Distinct random peers of each node, i64[n, degree], never itself; the first ones are those in `kept`, i64[n, k].
-
-    Every set of peers is equally likely, as random peer sampling aims at (Jelasity et al. 2007).
-    """
-    n = len(nodes)
-    if degree >= n:
-        raise ConfigError(f"degree is {degree}, expected at most {n - 1}: the other nodes.")
-    view = np.full((n, degree), -1, np.int64)
-    start = 0 if kept is None else kept.shape[1]
-    if kept is not None:
-        view[:, :start] = kept
-    for place in range(start, degree):
-        todo, attempt = np.arange(n), 0
-        while len(todo):
-            drawn = nodes[random.below(n, seed, "peer", epoch, nodes[todo], place, attempt)]
-            view[todo, place] = drawn
-            twice = (view[todo, :place] == drawn[:, None]).any(1) | (drawn == nodes[todo])
-            todo, attempt = todo[twice], attempt + 1
-    return view
-
-
 @dataclass(frozen=True, eq=False)
 class GossipModel:
     """The result: what every node has. It scores each user with the user's own model."""
@@ -162,7 +142,7 @@ class GossipModel:
     def scores(self, users: Tensor) -> Tensor:
         """Every item for each of the given users: i64[B] -> f32[B, I]."""
         order, back = torch.unique(users.cpu(), return_inverse=True)
-        step = _together(self.task.components, self.train.n_users, self.train.n_items)
+        step = fitting(self.task.components, self.train.n_users, self.train.n_items)
         parts = [
             personal_scores(self.task, self.params, self.store.read(some.numpy()), self._own[some.numpy()])
             for some in torch.split(order, step)
@@ -191,6 +171,8 @@ def train_gossip(
     seed: int = 0,
     spare: tuple[Interactions, ...] = (),
     user_features: Tensor | None = None,
+    directory: Path | None = None,
+    checkpoint_seconds: float = 60.0,
     faulty: Mapping[int, Tamper] | None = None,
     confidants: Sequence[int] = (),
     show_progress: bool = True,
@@ -200,41 +182,22 @@ def train_gossip(
     `valid` are the items on which nodes compare their peers; personal peers need it. `taps` receive every message that
     arrives. `faulty` nodes send something else than what they have. Who sends parameters that are not finite, or do not
     fit the model, is not listened to in that tick, and is named in the log. `confidants` are users who side with an
-    adversary: in every tick they tell what they keep (`Disclosure`).
+    adversary: in every tick they tell what they keep (`Disclosure`). With a `directory` the run is saved and continued
+    as that of a federation; all that nodes have goes to disk, so a save may take no more than a tenth of the time.
     """
-    run = _Run(protocol, model, train, valid, defense or Defense(), tuple(taps), chunk, seed, spare, user_features)
-    run.faulty, run.confidants = dict(faulty or {}), np.unique(np.asarray(confidants, np.int64))
-    with interrupts_arrive():
-        run.walk(InProcess(threads), show_progress)
-    for tap in taps:
-        tap.close()
+    with interrupts_arrive(), nullcontext() if directory is None else locked(directory):
+        given = (protocol, model, train, valid, defense or Defense(), tuple(taps), chunk, seed, spare, user_features)
+        run = _Run(*given, directory)
+        run.faulty, run.confidants = dict(faulty or {}), np.unique(np.asarray(confidants, np.int64))
+        try:
+            run.walk(InProcess(threads), checkpoint_seconds, show_progress)
+            for tap in taps:
+                tap.close()
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted(run.checkpoint.after_interrupt(run.tick, protocol.rounds)) from interrupt
     rejected, trainings = tuple(sorted(run.rejected)), tuple(run.trainings.tolist())
     loss, visits = tuple(run.loss), tuple(run.visits)
     return GossipModel(run.task, run.params, run.store, run.train, loss, visits, rejected, trainings)
-
-
-@dataclass(frozen=True, eq=False)
-class _Mail:
-    """n messages on their way."""
-
-    sent: NDArray[np.int64]  # i64[n]: the tick in which each was sent
-    sender: NDArray[np.int64]
-    receiver: NDArray[np.int64]
-
-    @classmethod
-    def join(cls, parts: Sequence[_Mail]) -> _Mail:
-        """All of several."""
-        none = np.zeros(0, np.int64)
-        return cls(*(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in _FIELDS))
-
-    def select(self, place: NDArray[np.int64] | NDArray[np.bool_]) -> _Mail:
-        """Some of them."""
-        return _Mail(self.sent[place], self.sender[place], self.receiver[place])
-
-    def by_tick(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """The ticks in which they were sent, each with the places of its messages."""
-        for sent in np.unique(self.sent).tolist():
-            yield sent, np.flatnonzero(self.sent == sent)
 
 
 class _Run:
@@ -252,11 +215,16 @@ class _Run:
         seed: int,
         spare: tuple[Interactions, ...],
         user_features: Tensor | None,
+        directory: Path | None,
     ) -> None:
         protocol.check()
         if defense.secure_aggregation:
             raise ConfigError(
                 "Got secure aggregation in a gossip, expected a federation: nodes receive models one by one."
+            )
+        if used := hooks(defense) & {"alternate", "objective"}:
+            raise ConfigError(
+                f"{defense!r} has the hook {min(used)}, expected a federation: in a gossip nobody tells all others."
             )
         components = defense.sharing(model.components())
         by_name(components)
@@ -272,10 +240,14 @@ class _Run:
         check_clients(None, self.nodes, examples)
         self.task = Task(model, components, local, defense, seed, model.item_features(train.n_items), user_features)
         self.assignment = Assignment(self.task, examples)
-        self.params = _first_nodes(components, train.n_users, train.n_items, seed, protocol.precision)
+        config = describe(_FORMAT, protocol, self.task, self.train, taps, valid=valid, spare=spare)
+        self.checkpoint = Checkpoint(directory, config)
+        found = self.checkpoint.read(protocol.rounds, taps)
+        if found is None:
+            self.params = first_nodes(components, train.n_users, train.n_items, seed, protocol.precision)
         self.store = ClientStore(components, local.optimizer, train.n_users, train.n_items, seed)
         self.keeps_rows = any(part.storage == "per_item" and not part.shared for part in components)
-        self.direct = compiled_prme.direct(self.task) or direct(self.task, _DTYPE[protocol.precision])
+        self.direct = compiled_prme.direct(self.task) or direct(self.task, DTYPE[protocol.precision])
         if self.direct:
             self.store.fill(self.nodes)
         self.positives = torch.from_numpy(examples.positives.astype(np.float32))
@@ -283,25 +255,37 @@ class _Run:
         self.panel = Panel.of(self.train, valid, spare, seed, sequential) if protocol.peers == "personal" else None
         self.known = np.full((train.n_users, train.n_users) if self.panel else (0, 0), -1.0, np.float32)
         self.view = np.zeros((len(self.nodes), protocol.degree), np.int64)
-        self.due: dict[int, list[_Mail]] = {}  # by the tick in which they arrive
+        self.due: dict[int, list[Mail]] = {}  # by the tick in which they arrive
         self.faulty: dict[int, Tamper] = {}
         self.confidants = np.zeros(0, np.int64)
         self.trainings = np.zeros(train.n_users, np.int64)
         self.snapshots: dict[int, NodeParams] = {}  # by tick: what was sent in it
         self.tick, self.loss, self.visits, self.rejected = 0, list[float](), list[int](), set[int]()
+        if found is not None:
+            self._continue(*found)
+        else:
+            self.save()  # now: taps that have heard a part of the first tick can go back to their beginning
 
-    def walk(self, executor: InProcess, show_progress: bool) -> None:
-        """All ticks."""
+    def walk(self, executor: InProcess, checkpoint_seconds: float, show_progress: bool) -> None:
+        """All ticks that are left."""
+        if self.tick == self.protocol.rounds:
+            return
         width = cores() if executor.threads is None else executor.threads
         with (
             executor.open(self.assignment) as session,
             ThreadPoolExecutor(width) as self.pool,
             feeding(self.taps) as self.feed,
-            Progress(self.protocol.rounds, shown=show_progress) as bar,
+            Progress(self.protocol.rounds, self.tick, shown=show_progress) as bar,
         ):
+            saved, rest = time.monotonic(), checkpoint_seconds
             while self.tick < self.protocol.rounds:
                 self.step(session)
                 bar.round(self.tick, self.loss[-1], self.visits[-1])
+                if self.tick == self.protocol.rounds or time.monotonic() - saved >= rest:
+                    begun = time.monotonic()
+                    self.save()
+                    saved = time.monotonic()
+                    rest = max(checkpoint_seconds, 9 * (saved - begun))
 
     def step(self, session: Session) -> None:
         """One tick: send, receive, merge and train."""
@@ -324,6 +308,40 @@ class _Run:
         self.feed.wait()  # it reads what was sent in this tick
         self.tick += 1
 
+    # Saving.
+
+    def save(self) -> None:
+        """All that the next tick needs."""
+        if self.checkpoint.directory is None:
+            return
+        tensors = {f"node {name}": value for name, value in self.params.items()}
+        tensors |= {f"kept {name}": value for name, value in self.store.contents().items()}
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        for tick, mail in self.due.items():
+            arrays |= {f"due {tick} {name}": value for name, value in vars(Mail.join(mail)).items()}
+        tensors |= {name: torch.from_numpy(value) for name, value in arrays.items()}
+        for sent in {int(sent) for mail in self.due.values() for each in mail for sent in each.sent}:
+            tensors |= {f"sent {sent} {name}": value for name, value in self.snapshots[sent].items()}
+        about = {"loss": self.loss, "visits": self.visits, "rejected": sorted(self.rejected)}
+        self.checkpoint.write(self.tick, tensors, about, self.taps)
+
+    def _continue(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        """Go on from there."""
+
+        def under(mark: str) -> dict[str, Tensor]:
+            return {name.removeprefix(mark): value for name, value in tensors.items() if name.startswith(mark)}
+
+        self.tick, self.loss, self.visits = about["round"], about["loss"], about["visits"]
+        self.rejected = set(about["rejected"])
+        self.params = NodeParams(under("node "))
+        self.store.restore(under("kept "))
+        for name in _ARRAYS:
+            setattr(self, name, tensors[name].numpy())
+        for tick in {int(name.split()[0]) for name in under("due ")}:
+            self.due[tick] = [Mail(**{name: value.numpy() for name, value in under(f"due {tick} ").items()})]
+        for sent in {int(name.split()[0]) for name in under("sent ")}:
+            self.snapshots[sent] = NodeParams(under(f"sent {sent} "))
+
     # Sending.
 
     def _views(self, epoch: int) -> NDArray[np.int64]:
@@ -345,7 +363,7 @@ class _Run:
         for delay in range(protocol.delay + 1):
             now = np.flatnonzero(arrives & (late == delay))
             now = now[lot[now].argsort()]
-            mail = _Mail(np.full(len(now), tick), sender[now], receiver[now])
+            mail = Mail(np.full(len(now), tick), sender[now], receiver[now])
             self.due.setdefault(tick + delay, []).append(mail)
 
     def _snapshot(self, awake: NDArray[np.bool_]) -> list[int]:
@@ -354,13 +372,13 @@ class _Run:
         refused: dict[int, str] = {}
         for node, tamper in self.faulty.items():
             instead = tamper({name: value[node].clone() for name, value in sent.items()})
-            if problem := _misfit(instead, {name: value[node] for name, value in sent.items()}):
+            if problem := misfit(instead, {name: value[node] for name, value in sent.items()}):
                 refused[node] = problem
             else:
                 for name, value in instead.items():
                     sent[name][node] = value.to(sent[name].dtype)
         senders = self.nodes[awake[self.nodes]]
-        for node in senders[~_finite(sent, senders)].tolist():
+        for node in senders[~finite(sent, senders)].tolist():
             refused.setdefault(node, "numbers that are not finite")
         for node, problem in refused.items():
             if awake[node] and node not in self.rejected:
@@ -379,14 +397,14 @@ class _Run:
             copy[name].copy_(value)
         return copy
 
-    def _arrivals(self, awake: NDArray[np.bool_]) -> _Mail:
+    def _arrivals(self, awake: NDArray[np.bool_]) -> Mail:
         """What arrives now at nodes that are awake."""
-        mail = _Mail.join(self.due.pop(self.tick, []))
+        mail = Mail.join(self.due.pop(self.tick, []))
         return mail.select(awake[mail.receiver])
 
-    def _pushes(self, arrivals: _Mail) -> Iterator[Push]:
+    def _pushes(self, arrivals: Mail) -> Iterator[Push]:
         """What arrives as messages, of so many senders at a time that memory is bounded."""
-        step = _together(self.task.components, self.train.n_users, self.train.n_items, _PIECE)
+        step = fitting(self.task.components, self.train.n_users, self.train.n_items, PIECE)
         for sent, place in arrivals.by_tick():
             batch = arrivals.select(place)
             senders = np.unique(batch.sender)
@@ -400,7 +418,7 @@ class _Run:
 
     # Receiving.
 
-    def _waves(self, arrivals: _Mail) -> Iterator[_Mail]:
+    def _waves(self, arrivals: Mail) -> Iterator[Mail]:
         """Messages that are merged at once: the first of each receiver, then the second; or all of them."""
         order = np.argsort(arrivals.receiver, kind="stable")
         sorted_ = arrivals.select(order)
@@ -413,7 +431,7 @@ class _Run:
         for number in range(int(count.max(initial=0))):
             yield sorted_.select(rank == number)
 
-    def _wave(self, session: Session, wave: _Mail, number: int) -> tuple[float, int]:
+    def _wave(self, session: Session, wave: Mail, number: int) -> tuple[float, int]:
         """Merge and train, each receiver once; the sum of the losses, and how many nodes trained."""
         nodes = np.unique(wave.receiver)
         self.trainings[nodes] += 1
@@ -431,12 +449,12 @@ class _Run:
         loss = 0.0
         for trained in session.map(self.params, works()):
             self.store.write(trained.kept)
-            _add(self.params, trained.update)
+            add(self.params, trained.update)
             loss += float(trained.loss.sum(dtype=torch.float64))
         return loss, len(nodes)
 
     def _wave_in_place(
-        self, wave: _Mail, chunks: Sequence[NDArray[np.int64]], own: NDArray[np.float32], number: int
+        self, wave: Mail, chunks: Sequence[NDArray[np.int64]], own: NDArray[np.float32], number: int
     ) -> float:
         """The same where a node's parameters can be trained where they are."""
 
@@ -452,7 +470,7 @@ class _Run:
 
         return sum(self.pool.map(visit, chunks))
 
-    def _performance(self, wave: _Mail, nodes: NDArray[np.int64]) -> NDArray[np.float32]:
+    def _performance(self, wave: Mail, nodes: NDArray[np.int64]) -> NDArray[np.float32]:
         """How good the nodes' own parameters are for them, f32[U]; of what arrives it is remembered in `known`."""
         own = np.zeros(self.train.n_users, np.float32)
         if self.panel is None:
@@ -469,7 +487,7 @@ class _Run:
         """Hit rate times NDCG on each judge's validation items of what a node has or sent, f32[n]."""
         if panel.starts is not None:
             return self._judged_next(panel, panel.starts, params, node, judge)
-        step = _together(self.task.components, self.train.n_users, self.train.n_items)
+        step = fitting(self.task.components, self.train.n_users, self.train.n_items)
         found = []
         for start in range(0, len(node), step):
             who, of = judge[start : start + step], torch.from_numpy(node[start : start + step])
@@ -492,7 +510,7 @@ class _Run:
         judge: NDArray[np.int64],
     ) -> NDArray[np.float32]:
         """The same on validation transitions; judges in groups that bound the memory."""
-        limit = max(1, _TABLE // (8 * (1 + NEGATIVES) * sum(part.size for part in self.task.components)))
+        limit = max(1, TABLE // (8 * (1 + NEGATIVES) * sum(part.size for part in self.task.components)))
         group = np.cumsum(panel.offset[judge + 1] - panel.offset[judge]) // limit
 
         def graded(some: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -507,7 +525,7 @@ class _Run:
         groups = np.split(np.arange(len(node)), np.flatnonzero(np.diff(group)) + 1)
         return np.concatenate(list(self.pool.map(graded, groups)))
 
-    def _merge(self, wave: _Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> None:
+    def _merge(self, wave: Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> None:
         """Put the weighted mean of its own and the received parameters in the place of each node's."""
         share, rest = self._weights(wave, nodes, own)
         if self.protocol.precision == "float16":
@@ -517,10 +535,10 @@ class _Run:
             messages = wave.select(mine)
             offset = np.searchsorted(messages.receiver, np.append(nodes, self.train.n_users))
             for name, value in self.params.items():
-                _merge(value, self.snapshots[sent][name], nodes, offset, messages.sender, rest, share[mine])
+                merge(value, self.snapshots[sent][name], nodes, offset, messages.sender, rest, share[mine])
             rest = torch.ones_like(rest)  # its own part is counted once
 
-    def _merge_halves(self, wave: _Mail, nodes: NDArray[np.int64], share: Tensor, rest: Tensor) -> None:
+    def _merge_halves(self, wave: Mail, nodes: NDArray[np.int64], share: Tensor, rest: Tensor) -> None:
         """The same in half precision, message by message in place: a running mean, rounded after each.
 
         Nothing is copied to float32, which would take three times the memory of a node's parameters.
@@ -534,7 +552,7 @@ class _Run:
             for name, value in self.params.items():
                 value[receiver].lerp_(self.snapshots[sent][name][sender], part / weight[receiver])
 
-    def _weights(self, wave: _Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+    def _weights(self, wave: Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
         """The share of each message, f32[n], and of each node's own parameters, f32[C] (eq. 8)."""
         if self.protocol.weights == "equal":
             message, mine = torch.ones(len(wave.sender)), torch.ones(len(nodes))
@@ -548,85 +566,3 @@ class _Run:
         message, mine = torch.where(equal[place], 1.0, message), torch.where(equal, 1.0, mine)
         total = mine.clone().index_add_(0, place, message)
         return message / total[place], mine / total
-
-
-_DTYPE = {"float32": torch.float32, "float16": torch.float16}
-_FIELDS = ("sent", "sender", "receiver")
-
-
-def _first_nodes(
-    components: Sequence[Component], n_users: int, n_items: int, seed: int, precision: Precision
-) -> NodeParams:
-    """What nodes share before the first tick: each has drawn its own."""
-    dtype = _DTYPE[precision]
-    rows = {"per_item": n_items, "per_user": n_users, "dense": 1}
-    shared = [part for part in components if part.shared]
-    first = NodeParams()
-    for part in shared:
-        shape = part.shape if part.storage == "dense" else (rows[part.storage], *part.shape)
-        first[part.name] = torch.empty(n_users, *shape, dtype=dtype)
-
-    def fill(node: int) -> None:
-        own = int(random.bits(seed, "node", node) >> np.uint64(1))
-        for part in shared:
-            drawn = part.draw(own) if part.storage == "dense" else part.draw(own, np.arange(rows[part.storage]))
-            first[part.name][node] = drawn[0] if part.storage == "dense" else drawn
-
-    with ThreadPoolExecutor(cores()) as pool:
-        list(pool.map(fill, range(n_users)))
-    return first
-
-
-def _merge(
-    value: Tensor,
-    sent: Tensor,
-    node: NDArray[np.int64],
-    offset: NDArray[np.int64],
-    sender: NDArray[np.int64],
-    rest: Tensor,
-    share: Tensor,
-) -> None:
-    """Of the given nodes value = rest value + the sum over their messages of share sent[sender], in place."""
-    own, theirs = (each.numpy().reshape(len(value), -1) for each in (value, sent))
-    merge_models(own, theirs, node, offset, sender, rest.numpy(), share.numpy())
-
-
-def _add(params: NodeParams, update: Update) -> None:
-    """Add what nodes changed to what they have, in place."""
-    for name, value in update.values.items():
-        whole = params[name]
-        if whole.dim() > value.dim():  # a user table: a node changes its own row
-            whole[update.client, update.client] += value.to(whole.dtype)
-        else:
-            whole[update.client] += value.to(whole.dtype)
-    node = update.client[update.owner]
-    place = node * update.n_items + update.item
-    for name, rows in update.rows.items():
-        table = params[name].view(-1, *rows.shape[1:])
-        table.index_add_(0, place, rows.to(table.dtype))
-
-
-def _misfit(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with the form of parameters, in words; None: nothing."""
-    if set(got) != set(expected):
-        return f"the components {', '.join(sorted(got)) or 'none'}, expected {', '.join(sorted(expected))}"
-    for name, value in expected.items():
-        if got[name].shape != value.shape:
-            return f"{name} of shape {list(got[name].shape)}, expected {list(value.shape)}"
-    return None
-
-
-def _finite(params: NodeParams, node: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether all that each of the nodes has is finite, bool[n]."""
-    sound = torch.ones(len(next(iter(params.values()))), dtype=torch.bool)
-    for value in params.values():
-        for start in range(0, len(value), step := max(1, _PIECE // max(1, 4 * value[0].numel()))):
-            sound[start : start + step] &= torch.isfinite(value[start : start + step].float().flatten(1).sum(1))
-    return sound.numpy()[node]
-
-
-def _together(components: Sequence[Component], n_users: int, n_items: int, memory: int = _TABLE) -> int:
-    """How many models fit into so many bytes of working memory."""
-    rows = {"per_item": n_items, "per_user": n_users, "dense": 1}
-    numbers = sum(part.size * rows[part.storage] for part in components)
-    return max(1, memory // (4 * numbers))

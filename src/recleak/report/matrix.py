@@ -14,22 +14,21 @@ from recleak.errors import ConfigError
 from recleak.files import replace_bytes, replace_text
 from recleak.findings import SYSTEM, Findings
 
-_BEGIN, _END = "<!-- begin matrix -->", "<!-- end matrix -->"
 _SCALE = 1.25  # pixels of the picture per point
 _Row = dict[str, Any]
 
 
-def write_markdown(findings: Findings, path: Path) -> Path:
-    """Fill the page between `<!-- begin matrix -->` and `<!-- end matrix -->`; a page that is not there is made."""
-    page = path.read_text(encoding="utf-8") if path.exists() else f"# {findings.about['title']}\n\n{_BEGIN}\n{_END}\n"
-    if _BEGIN not in page or _END not in page:
+def write_markdown(findings: Findings, path: Path, name: str = "matrix") -> Path:
+    """Fill the page between `<!-- begin NAME -->` and `<!-- end NAME -->`; a page that is not there is made."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    page = path.read_text(encoding="utf-8") if path.exists() else f"# {findings.about['title']}\n\n{begin}\n{end}\n"
+    if begin not in page or end not in page:
         raise ConfigError(
-            f"{path}: a page without {_BEGIN} and {_END}.\n"
+            f"{path}: a page without {begin} and {end}.\n"
             "  Add these two lines where the matrix shall go, or name another file."
         )
-    filled = re.compile(f"{_BEGIN}.*?{_END}", re.DOTALL).sub(
-        lambda _: f"{_BEGIN}\n\n{markdown(findings)}\n{_END}", page
-    )
+    place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    filled = place.sub(lambda _: f"{begin}\n\n{markdown(findings)}\n{end}", page)
     replace_text(path, filled)
     return path
 

@@ -199,7 +199,7 @@ class DefenseContract:
         policy = self.defense.sharing(self.components)
         assert [part.name for part in policy] == [part.name for part in self.components], "sharing renamed components"
         for before, after in zip(self.components, policy, strict=True):
-            assert replace(after, shared=before.shared) == before, (
+            assert replace(after, shared=before.shared, averaged=before.averaged) == before, (
                 f"sharing changed more of {before.name} than `shared`"
             )
             if before.storage == "per_user" and not before.shared and not self.shares_users:

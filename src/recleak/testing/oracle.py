@@ -8,6 +8,7 @@ and the hooks of the defense. It is slow, in double precision by default, and wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import log
 
@@ -15,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recleak.defenses.base import Scene
 from recleak.models.base import Batch, Params
 from recleak.streams import Streams
+from recleak.training.attributes import public_of
 from recleak.training.cohort import Task, Trained
 from recleak.training.local import LocalData, plan
 from recleak.training.optimizers import Adam
@@ -67,7 +70,9 @@ class _Client:
                 value = received[part.name][self.who] if part.storage == "per_user" else received[part.name]
             self.params[part.name] = nn.Parameter(value.to(dtype, copy=True))
         self.start = {name: value.detach().clone() for name, value in self.params.items()}
-        self.received = {name: value.to(dtype) for name, value in received.items()}
+        self.received = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in received.items()
+        }
         self.own = torch.from_numpy(np.unique(self.data.item[self.data.label > 0]))  # i64[n]
         self.active = self._active_rows()  # i64[K], ascending
         self.features = None
@@ -75,6 +80,7 @@ class _Client:
             mine = task.user_features[self.who : self.who + 1]
             always = Streams.simulated(task.seed, 0, data.client)
             self.features = task.defense.features(mine, always.within("features")).to(dtype)
+        self.own_names = {part.name for part in task.defense.own_components()}
         self.optimizer = self._optimizer()
         self.sums: Params = {name: torch.zeros_like(value) for name, value in self.params.items()}  # of gradients
 
@@ -102,6 +108,8 @@ class _Client:
         settings = self.task.training.optimizer
         groups = []
         for name, value in self.params.items():
+            if name in self.own_names:  # the defense steps them itself
+                continue
             by_hand = name in self.tables and self.task.training.decay_rows == "active"
             rate = settings.learning_rates.get(name, settings.learning_rate)
             groups.append({"params": [value], "lr": rate, "weight_decay": 0.0 if by_hand else settings.weight_decay})
@@ -140,7 +148,12 @@ class _Client:
         )
         losses = []
         for step, (examples, weights) in enumerate(zip(walk.example[:, 0], walk.weight[:, 0], strict=True)):
-            losses.append(self._step(step, torch.from_numpy(examples[weights > 0])))
+            chosen = torch.from_numpy(examples[weights > 0])
+            if step % int(walk.per_epoch[0]) == 0:
+                self._alternate(step, chosen)
+            turns = training.turns or (tuple(self.params),)
+            each = [self._step(step, chosen, turn) for turn in turns]
+            losses.append(torch.stack(each).mean())
             if (step + 1) % int(walk.per_epoch[0]) == 0:
                 epoch = (step + 1) // int(walk.per_epoch[0])
                 changed = defense.epoch(self._moved().only(self.shared), self.streams.at(epoch).within("epoch"))
@@ -162,8 +175,8 @@ class _Client:
             len(losses),
         )
 
-    def _step(self, step: int, examples: Tensor) -> Tensor:
-        """One batch; its loss."""
+    def _step(self, step: int, examples: Tensor, turn: tuple[str, ...]) -> Tensor:
+        """One batch; its loss. Components outside the turn stay where they are."""
         training, defense = self.task.training, self.task.defense
         self.optimizer.zero_grad()
         loss = self._loss(examples)
@@ -171,6 +184,10 @@ class _Client:
         penalty = defense.penalty(self._moved(graph=True), self.streams.at(step).within("penalty"))
         if penalty is not None:
             total = total + penalty.sum()
+        params, scene = self._scene(torch.from_numpy(self.data.item)[examples])
+        term = defense.objective(params, scene, self.streams.at(step).within("objective"))
+        if term is not None:
+            total = total + term.sum()
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
         if defense.example_bound is not None:
@@ -186,8 +203,32 @@ class _Client:
                 gradient, value = self.params[name].grad, self.params[name].detach()
                 assert gradient is not None
                 gradient[self.active] += training.optimizer.weight_decay * value[self.active]
+        for name, parameter in self.params.items():
+            if not any(f"{name}.".startswith(f"{prefix}.") for prefix in turn):
+                parameter.grad = None
         self.optimizer.step()
         return loss.detach()
+
+    def _alternate(self, step: int, examples: Tensor) -> None:
+        """The defense's own components make their step."""
+        params, scene = self._scene(torch.from_numpy(self.data.item)[examples])
+        changed = self.task.defense.alternate(params, scene, self.streams.at(step).within("alternate"))
+        with torch.no_grad():
+            for name, value in changed.items():
+                self.params[name].copy_(value[0])
+
+    def _scene(self, item: Tensor) -> tuple[Params, Scene]:
+        """What the hooks on losses get: the model's parameters with the rows of some items, and all else."""
+        params, batch = self._inputs(item)
+        own = {name: params.pop(name).detach() for name in self.own_names}
+        if (known := self.task.attributes) is None:
+            return params, Scene(self.round, batch, own)
+
+        def mine(tables: Mapping[str, Tensor]) -> Params:
+            return {name: value[self.who].reshape(1) for name, value in tables.items()}
+
+        insensitive, public = known.public[self.who].reshape(1), public_of(self.received)
+        return params, Scene(self.round, batch, own, mine(known.labels), mine(known.protected), insensitive, public)
 
     def _loss(self, examples: Tensor) -> Tensor:
         """The mean loss of some examples."""
@@ -234,6 +275,10 @@ class _Client:
 
     def _scores(self, item: Tensor) -> Tensor:
         """The model's scores of some items, [B]."""
+        return self.task.model.logits(*self._inputs(item)).squeeze(0)
+
+    def _inputs(self, item: Tensor) -> tuple[Params, Batch]:
+        """What the model reads to score some items."""
         params = {
             name: (value[item] if name in self.tables else value).unsqueeze(0) for name, value in self.params.items()
         }
@@ -247,7 +292,7 @@ class _Client:
             item_features=None if features is None else features[item].unsqueeze(0),
             neighbor_features=None if features is None else features[self.own].sum(0, keepdim=True),
         )
-        return self.task.model.logits(params, batch).squeeze(0)
+        return params, batch
 
     # What it ends with.
 

@@ -21,6 +21,7 @@ class Summation:
     def __init__(self, params: Params, components: tuple[Component, ...], *, count_rows: bool) -> None:
         """`params` are the shared components, only for their shapes; `count_rows` also sums who sent each row."""
         self._storage = {part.name: part.storage for part in components if part.shared}
+        self._plain = unaveraged(components)
         self._total = {name: torch.zeros_like(params[name]) for name in self._storage}
         items = [name for name, storage in self._storage.items() if storage == "per_item"]
         self._touched = {name: params[name].new_zeros(len(params[name])) for name in items if count_rows}
@@ -30,7 +31,7 @@ class Summation:
     def add(self, update: Update, weight: Tensor) -> None:
         """Add w_c times the update of each client; `weight` is f32[C]."""
         for name, value in update.values.items():
-            weighted = value * weight.reshape(-1, *[1] * (value.dim() - 1))
+            weighted = value if name in self._plain else value * weight.reshape(-1, *[1] * (value.dim() - 1))
             if self._storage[name] == "per_user":
                 self._total[name].index_add_(0, update.client, weighted)
             else:
@@ -51,8 +52,19 @@ class Summation:
         return Aggregate(round, client, self._total, self._touched, self._weight)
 
 
-def apply(params: Params, aggregate: Aggregate, how: Aggregation, server_learning_rate: float = 1.0) -> Params:
-    """The next global parameters.
+def unaveraged(components: tuple[Component, ...]) -> frozenset[str]:
+    """The shared components whose rows stay as their clients made them."""
+    return frozenset(part.name for part in components if part.shared and not part.averaged)
+
+
+def apply(
+    params: Params,
+    aggregate: Aggregate,
+    how: Aggregation,
+    server_learning_rate: float = 1.0,
+    plain: frozenset[str] = frozenset(),
+) -> Params:
+    """The next global parameters; components in `plain` are not averaged.
 
     `mean` divides by all participants, also those that never touched an item's row (as most published codes do);
     `weighted` is the same with each client's weight, its number of positives (McMahan et al. 2017);
@@ -65,7 +77,9 @@ def apply(params: Params, aggregate: Aggregate, how: Aggregation, server_learnin
     changed = {}
     for name, value in params.items():
         total, scale = aggregate.total[name], server_learning_rate
-        if how == "touched-mean" and name in aggregate.touched:
+        if name in plain:
+            scale = 1.0
+        elif how == "touched-mean" and name in aggregate.touched:
             share = aggregate.touched[name].reshape(-1, *[1] * (value.dim() - 1))
             total = torch.where(share > 0, total / share.clamp(min=torch.finfo(total.dtype).tiny), 0.0)
         elif how != "sum":

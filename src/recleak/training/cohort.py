@@ -24,6 +24,7 @@ from recleak.models.base import Model, Params
 from recleak.models.components import Component
 from recleak.streams import Streams
 from recleak.training import compiled_prme
+from recleak.training.attributes import PrivateAttributes
 from recleak.training.compiled_gmf import fits, train_gmf
 from recleak.training.local import LocalData, Loss, padded, positives_of, steps_per_epoch
 from recleak.training.optimizers import (
@@ -53,6 +54,8 @@ class LocalTraining:
     resample: bool = False  # negatives are drawn anew in each round; else once for all
     shuffle: bool = True
     decay_rows: Literal["active", "all"] = "active"  # weight decay on the rows the client works with, or on all items
+    turns: tuple[tuple[str, ...], ...] = ()  # components that are stepped one after the other with every batch, by the
+    # beginnings of their names, each with a gradient of its own: (("head",), ("item",)); none: all at once
 
     def check(self) -> None:
         """An error for a setting that cannot be."""
@@ -64,6 +67,9 @@ class LocalTraining:
                 raise ConfigError(f"{name} is {value!r}, expected a whole number of at least 1.{hint}")
         if self.loss not in get_args(Loss):
             raise ConfigError(f"loss is {self.loss!r}, expected 'bce' or 'bpr', or 'taylor' (bce to second order).")
+        for turn in self.turns:
+            if not turn:
+                raise ConfigError("turns has an empty part, expected names of components in each.")
         if self.decay_rows not in ("active", "all"):
             raise ConfigError(f"decay_rows is {self.decay_rows!r}, expected 'active' or 'all'.")
 
@@ -79,6 +85,7 @@ class Task:
     seed: int = 0
     item_features: Tensor | None = None  # f32[I, G], constant and public
     user_features: Tensor | None = None  # f32[U, F]
+    attributes: PrivateAttributes | None = None
 
     def __post_init__(self) -> None:
         if self.defense.example_bound is not None and (self.model.reads_neighbors or self.item_features is not None):
@@ -86,6 +93,11 @@ class Task:
                 f"{type(self.model).__name__} reads all items of a client for each of its scores, so that one of them "
                 f"is in the gradient of every example, and {self.defense!r} bounds the gradients of single examples.\n"
                 "  Use a model that scores an item by its row and the client's parameters alone, or noise on uploads."
+            )
+        if self.defense.example_bound is not None and "objective" in hooks(self.defense):
+            raise ConfigError(
+                f"{self.defense!r} clips gradients of single examples and adds a term to the loss of a batch, expected "
+                "one of them: nobody would clip that term."
             )
         if self.model.needs_transitions:
             compiled_prme.check(self)

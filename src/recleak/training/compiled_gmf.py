@@ -44,6 +44,7 @@ def fits(task: Task, device: torch.device) -> bool:
         and not adam.accumulate
         and training.batch_size is None
         and training.loss == "bce"
+        and not training.turns
         and _knows(task.defense)
         and all(part.shared for part in task.components if part.storage == "per_item")
         and device.type == "cpu"
@@ -52,7 +53,7 @@ def fits(task: Task, device: torch.device) -> bool:
 
 def _knows(defense: Defense) -> bool:
     """Whether nothing of a defense acts between the steps but on gradients, of examples, their sum or their mean."""
-    return not hooks(defense) & {"penalty", "epoch", "features"}
+    return not hooks(defense) & {"alternate", "objective", "penalty", "epoch", "features"}
 
 
 def train_gmf(

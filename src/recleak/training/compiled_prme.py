@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _Rows: TypeAlias = tuple[NDArray[np.int64], ...]  # i64[E] each: where before, item and against of examples are
 _USER, _TABLES = "user", ("item.preference", "item.sequence")
-_REFUSED = {"data", "features", "penalty", "batch_sum", "gradient", "epoch"}
+_REFUSED = {"data", "features", "alternate", "objective", "penalty", "batch_sum", "gradient", "epoch"}
 
 
 def check(task: Task) -> None:

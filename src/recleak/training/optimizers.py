@@ -8,7 +8,7 @@ or a gradient on every row, all rows of the active clients are stepped at every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil, log, sqrt
@@ -114,10 +114,12 @@ class Stepper:
             if value.device.type == "cpu" and isinstance(optimizer, Adam)
         }
 
-    def step(self, gradients: Params, time: int | Tensor) -> None:
-        """One step; `time` counts steps from 1, for all or for each entry of the leading axis."""
+    def step(self, gradients: Params, time: int | Tensor, names: Container[str] | None = None) -> None:
+        """One step; `time` counts steps from 1, for all or for each entry of the leading axis; of `names` only."""
         optimizer = self._optimizer
         for name, value in self._values.items():
+            if names is not None and name not in names:
+                continue
             rate = self._rates[name]
             if name in self._flat and isinstance(optimizer, Adam) and isinstance(time, int):
                 kernels.adam_numbers(

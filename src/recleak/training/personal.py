@@ -22,15 +22,21 @@ def personal_scores(
     items: Tensor | None = None,
     *,
     node: Tensor | None = None,
+    moved: Update | None = None,
 ) -> Tensor:
     """The scores that C clients give all items with the global parameters and what they keep, f32[C, I].
 
     `history` is their own items, f32[C, I]. With `items`, i64[C, K], each scores those only: f32[C, K]. Of nodes
-    (`NodeParams`) each uses its own parameters, or those of the given node, i64[C].
+    (`NodeParams`) each uses its own parameters, or those of the given node, i64[C]. `moved`: what the same clients have
+    changed of the global parameters on their devices.
     """
     device = next(iter(params.values())).device if params else torch.device("cpu")
     each = torch.from_numpy(history.toarray()).to(device)  # f32[C, I]
     mine = _own_params(task, params, kept, device, node)
+    if moved is not None:
+        mine |= {name: mine[name] + value for name, value in moved.values.items()}
+        for name, value in moved.rows.items():
+            mine[name] = mine[name].index_put((moved.owner, moved.item), value, accumulate=True)
     features = None if task.item_features is None else task.item_features.to(device)
     tables = [part.name for part in task.components if part.storage == "per_item"]
     with torch.no_grad():

@@ -159,6 +159,17 @@ class ClientStore:
         if self._rows:
             self._has_row[client] = 1
 
+    def contents(self) -> dict[str, Tensor]:
+        """All of it by name, to be put into a checkpoint; `restore` puts it back."""
+        arrays = {"visited": self._visited, "rows": self._has_row, **self._arrays}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def restore(self, contents: Mapping[str, Tensor]) -> None:
+        """As it was."""
+        for name, array in self.contents().items():
+            array.copy_(contents[name])
+        self._writes[0] += 1
+
     def whole(self, name: str) -> NDArray[np.float32]:
         """What all clients keep of rows, f32[U, I, *shape], to be changed in place."""
         return self._arrays[name]

@@ -6,6 +6,7 @@ A active ones, B items in a batch, N item rows of all clients, I items, d factor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log
 from typing import TYPE_CHECKING, Literal
@@ -17,12 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from recleak import kernels
-from recleak.defenses.base import Defense, hooks
+from recleak.defenses.base import Defense, Scene, hooks
 from recleak.defenses.proximal import Norm, proximal_terms
 from recleak.errors import ConfigError
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.streams import Streams
+from recleak.training.attributes import public_of
 from recleak.training.compiled import walk_epochs
 from recleak.training.compiled_sgd import walk_sgd
 from recleak.training.local import LocalData, held_rows, plan
@@ -58,6 +60,8 @@ class Visit:
         self.terms = proximal_terms(task.defense)
         self.used = hooks(task.defense) - ({"penalty"} if self.terms == () else set())
         self.example_bound = task.defense.example_bound
+        self.round = round
+        self.own_names = {part.name for part in task.defense.own_components()}
         self.device = kept.client.device
         self.rates = {part.name: learning_rate(optimizer, part.name) for part in task.components}
         self.plan = plan(
@@ -78,6 +82,22 @@ class Visit:
         self.age = kept.values[AGE].clone() if optimizer.keep else None
         self.moments = self._first_moments(kept)
         self.batches = _Batches(self)
+        self.turns = self._turns()
+
+    def _turns(self) -> tuple[frozenset[str], ...]:
+        """The components that each gradient of a step is for; without turns, all of the model's at once."""
+        names = [part.name for part in self.task.components if part.name not in self.own_names]
+        if not self.task.training.turns:
+            return (frozenset(names),)
+        turns = tuple(
+            frozenset(name for name in names if any(f"{name}.".startswith(f"{prefix}.") for prefix in turn))
+            for turn in self.task.training.turns
+        )
+        if sum(len(turn) for turn in turns) != len(names) or frozenset().union(*turns) != frozenset(names):
+            raise ConfigError(
+                f"turns is {self.task.training.turns}, expected each of the components {', '.join(names)} in one part."
+            )
+        return turns
 
     @property
     def _compares(self) -> bool:
@@ -170,10 +190,11 @@ class Visit:
                 self.rows[name] = rows[name].value
             else:
                 rows[name] = DirectRows(value, rate)
-        loss = self._walk_compiled(rows)
-        if loss is None:
+        stepwise = len(self.turns) > 1 or self.used & {"alternate", "objective"}
+        loss = None if stepwise else self._walk_compiled(rows)
+        if loss is None and not stepwise:
             loss = walk_epochs(self)
-        if loss is None:
+        if loss is None and not stepwise:
             loss = walk_sgd(self)
         return self._walk(rows, strategy) if loss is None else loss
 
@@ -277,38 +298,86 @@ class Visit:
         sums = {n: torch.zeros_like(t) for n, t in {**self.values, **self.rows}.items()} if self._accumulates else {}
         for step, now in enumerate(active[:-1]):
             if step == 0 or now < active[step - 1]:
-                whole = self._now(now)
+                whole = self._of_model(self._now(now))
                 steppers = [(self._stepper(whole.values, now), None if self.age is None else self.age[:now])]
                 if strategy == "table":
                     age = None if self.age is None else self.age[whole.owner]
                     steppers.append((self._stepper(whole.rows, len(whole.item)), age))
             batch = self.batches.at(step, now)
-            if self.example_bound is not None:
-                gradients = self._hooked(step, mean_of_clipped(self, step, whole, batch, loss[:now]))
-            else:
-                params = dict(whole.values)
-                for name, reader in rows.items():
-                    params[name] = reader.read(batch.row, step)
-                gradients = self.gradients(params, batch, loss[:now])
-                if strategy == "table":
-                    gradients = self._hooked(step, self._of_all_rows(whole, batch, gradients))
+            if "alternate" in self.used:
+                self._alternate(step, whole, rows, batch)
+            for turn in self.turns:
+                if self.example_bound is not None:
+                    gradients = self._hooked(step, mean_of_clipped(self, step, whole, batch, loss[:now]))
                 else:
-                    for name, reader in rows.items():
-                        reader.step(batch.row, gradients[name], step + 1)
-            if self._accumulates:
-                gradients = {name: sums[name][: len(each)].add_(each) for name, each in gradients.items()}
-            for stepper, age in steppers:
-                stepper.step(gradients, step + 1 if age is None else age + step + 1)
+                    params = self._read(whole, rows, batch, step)
+                    gradients = self.gradients(params, batch, loss[:now], step, now)
+                    if strategy == "table":
+                        gradients = self._hooked(step, self._of_all_rows(whole, batch, gradients))
+                    else:
+                        for name in rows.keys() & turn:
+                            rows[name].step(batch.row, gradients[name], step + 1)
+                if self._accumulates:
+                    gradients = {name: sums[name][: len(each)].add_(each) for name, each in gradients.items()}
+                for stepper, age in steppers:
+                    stepper.step(gradients, step + 1 if age is None else age + step + 1, turn)
+                if len(self.turns) > 1 and self.task.model.reads_neighbors:
+                    batch = self.batches.at(step, now)  # own rows have moved
             if active[step + 1] < now:  # these clients are done
                 done = slice(int(self.held.offset[active[step + 1]]), int(self.held.offset[now]))
                 for reader in rows.values():
                     reader.settle(done, step + 1)
             if "epoch" in self.used:
                 self._end_epoch(step, now)
-        return loss / self._put(self.plan.steps)
+        return loss / self._put(self.plan.steps) / len(self.turns)
 
-    def gradients(self, params: Params, batch: Step, loss: Tensor) -> Params:
-        """Of each client's loss with respect to its parameters; the loss itself is added to `loss`, f32[A]."""
+    def _of_model(self, update: Update) -> Update:
+        """Without the components of the defense."""
+        values = {name: value for name, value in update.values.items() if name not in self.own_names}
+        return replace(update, values=values)
+
+    def _read(self, whole: Update, rows: dict[str, LazyRows | DirectRows], batch: Step, step: int) -> Params:
+        """What the model reads at a step: values, and the rows of the batch."""
+        return {**whole.values, **{name: reader.read(batch.row, step) for name, reader in rows.items()}}
+
+    def _scene(self, batch: Step, now: int) -> Scene:
+        """What a defense sees of a step beside the parameters."""
+        own = {name: value[:now] for name, value in self.values.items() if name in self.own_names}
+        real = batch.weight > 0  # padding is a client's first example once more
+        if real.shape != batch.inputs.own.shape:  # pairs
+            real = torch.cat([real, real], dim=1)
+        inputs = replace(batch.inputs, own=batch.inputs.own & real)
+        if (known := self.task.attributes) is None:
+            return Scene(self.round, inputs, own)
+        client = self.client[:now].cpu()
+
+        def mine(tables: Mapping[str, Tensor]) -> Params:
+            return {name: value[client].to(self.device) for name, value in tables.items()}
+
+        insensitive = known.public[client].to(self.device)
+        told = public_of(self.received)
+        return Scene(self.round, inputs, own, mine(known.labels), mine(known.protected), insensitive, told)
+
+    def _alternate(self, step: int, whole: Update, rows: dict[str, LazyRows | DirectRows], batch: Step) -> None:
+        """The step of the defense's own components, of those clients who begin an epoch."""
+        now = whole.n_clients
+        begun = np.flatnonzero(step % self.plan.per_epoch[:now] == 0)
+        if not len(begun):
+            return
+        position = self._put(begun)
+        params = self._read(whole, rows, batch, step)
+        mine = {name: value[position] for name, value in params.items()}
+        scene, streams = self._scene(batch, now).select(position), self.streams_at(step, now).select(begun)
+        for name, value in self.task.defense.alternate(mine, scene, streams.within("alternate")).items():
+            self.values[name][position] = value.detach()
+
+    def gradients(
+        self, params: Params, batch: Step, loss: Tensor, step: int | None = None, now: int | None = None
+    ) -> Params:
+        """Of each client's loss with respect to its parameters; the loss itself is added to `loss`, f32[A].
+
+        With a step and the number of its clients, the term that a defense adds is part of the loss.
+        """
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sums = {name: value.detach().requires_grad_() for name, value in batch.inputs.neighbors.items()}
         logits = self.task.model.logits(leaves, replace(batch.inputs, neighbors=sums))
@@ -320,6 +389,11 @@ class Visit:
             case "taylor":
                 each = second_order(logits, batch.label, batch.weight)
         loss += each.detach()
+        if "objective" in self.used and step is not None and now is not None:
+            term = self.task.defense.objective(
+                leaves, self._scene(batch, now), self.streams_at(step, now).within("objective")
+            )
+            each = each if term is None else each + term
         inputs = {**leaves, **{f"{name}{_SUM}": value for name, value in sums.items()}}
         gradients = torch.autograd.grad(each.sum(), list(inputs.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(inputs, gradients, strict=True))
