@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recleak.experiment import Experiment
     from recleak.findings import Findings
+
+# Where torch multiplies by Intel's MKL: a product's last bits shall not depend on where in memory a client lies. It is
+# read at the first product of a process.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "audit"]
