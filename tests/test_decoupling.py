@@ -237,8 +237,9 @@ def perceptron(own: Params, name: str, client: int, inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bound", ["clamped", "club", "plain"])
 def test_objective_is_that_of_the_equations(bound: Bound) -> None:
-    lambdas = {"irrelevant": 0.3, "relevant": 0.7}
-    defense = Decoupling(CLASSES, **lambdas, bound=bound, reads="items", hidden=(5, 4), factors=D, pairs=99)
+    defense = Decoupling(
+        CLASSES, irrelevant=0.3, relevant=0.7, bound=bound, reads="items", hidden=(5, 4), factors=D, pairs=99
+    )
     params, scene = scene_of(defense)
     term = defense.objective(params, scene, Streams.simulated(0, 0, np.arange(5)))
     assert term is not None

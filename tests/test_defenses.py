@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from recleak.defenses import clipping
-from recleak.defenses.base import HOOKS, Chain, Defense, check, hooks, without_data_hooks
+from recleak.defenses.base import HOOKS, Chain, Defense, Lists, Scene, check, hooks, without_data_hooks
 from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.labels import FakeItems, RandomizedLabels
 from recleak.defenses.noise import GaussianNoise, LaplaceNoise
 from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError, NotFoundError
+from recleak.models.base import Batch, Params
 from recleak.models.components import Component, sharing
 from recleak.models.ncf import NCF
 from recleak.streams import Streams
@@ -588,6 +589,15 @@ class Everything(Defense):
         position = torch.arange(len(features))
         return features + streams.normal("features", position, torch.zeros_like(position), tuple(features.shape[1:]))
 
+    def alternate(self, params: Params, scene: Scene, streams: Streams) -> Params:
+        return {f"own {self.mark:g}": params["bias"] + self.mark}
+
+    def objective(self, params: Params, scene: Scene, streams: Streams) -> Tensor | None:
+        return self.mark * params["bias"]
+
+    def release(self, lists: Lists, streams: Streams) -> Tensor:
+        return lists.item + int(self.mark)
+
     def penalty(self, moved: Update, streams: Streams) -> Tensor | None:
         return self.mark * moved.values["bias"].square()
 
@@ -619,6 +629,17 @@ def test_chain_runs_every_hook_of_every_part_in_order() -> None:
     assert penalty is not None
     torch.testing.assert_close(penalty, 3 * update.values["bias"].square())
     assert Chain((Defense(),)).penalty(update, streams(update)) is None
+    scene, params = Scene(0, Batch(torch.zeros(3, 1, dtype=torch.bool), torch.ones(3)), {}), {"bias": torch.ones(3)}
+    changed = chain.alternate(params, scene, streams(update))
+    assert {name: value.tolist() for name, value in changed.items()} == {"own 1": [2.0] * 3, "own 2": [3.0] * 3}
+    objective = chain.objective(params, scene, streams(update))
+    assert objective is not None
+    assert objective.tolist() == [3.0] * 3
+    assert Chain((Defense(),)).objective(params, scene, streams(update)) is None
+    lists = Lists(
+        torch.arange(2), torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 9, dtype=torch.bool), torch.ones(9)
+    )
+    assert bool((chain.release(lists, streams(update)) == 3).all())
     assert chain.sharing(EXAMPLE_COMPONENTS) == EXAMPLE_COMPONENTS[2:]
     data = LocalData(
         client=np.array([1]),
