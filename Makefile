@@ -14,19 +14,23 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed; say which: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray,mlflow]'
 	@touch $@
 
-.PHONY: audit test check lint types docs-check bench bench-scale clean help
+.PHONY: audit test test-flower check lint types docs-check bench bench-scale clean help
 
 audit: $(READY)  ## The main job on the embedded data; prints where the result is
 	$(BIN)/recleak audit
 
 test: $(READY) lint types  ## Lint, types and the whole test suite
-	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -n auto -m "not slow and not flower"
+	$(MAKE) --no-print-directory test-flower
+
+test-flower: $(READY)  ## examples/flower for real: SuperLink and SuperNodes on loopback, its recording audited
+	$(BIN)/pytest -m flower tests/test_flower_deployment.py
 
 check: $(READY) lint types  ## Lint, types and the quick tests, in under two minutes
-	$(BIN)/pytest -n auto -m "not slow and not heavy" -q
+	$(BIN)/pytest -n auto -m "not slow and not heavy and not flower" -q
 
 lint: $(READY)  ## ruff
 	$(BIN)/ruff check .
@@ -45,6 +49,8 @@ bench: $(READY)  ## Benchmarks of engine, noise and data: rates, seconds, peak m
 	$(BIN)/python benchmarks/gossip.py
 	$(BIN)/python benchmarks/draws.py
 	$(BIN)/python benchmarks/data.py
+	$(BIN)/python benchmarks/flower.py
+	$(BIN)/python benchmarks/ray_overhead.py
 
 bench-scale: $(READY)  ## Cost and memory from 1,000 to 100,000 clients: table and plot (minutes)
 	$(BIN)/python benchmarks/scale.py

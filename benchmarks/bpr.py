@@ -75,7 +75,7 @@ def main(data: str, seeds: int) -> None:
     """Prints a line for each."""
     torch.set_num_threads(1)
     ways = {
-        "ours, Adam, batches of 512": Centralized(batch_size=512, optimizer=Adam(0.005, weight_decay=1e-4)),
+        "ours, Adam, batches of 512": Centralized(batch_size=512, optimizer=Adam(0.001, weight_decay=1e-5)),
         "ours, SGD, one by one": Centralized(batch_size=1, optimizer=SGD(0.05, weight_decay=0.01)),
     }
     print(f"{'':28} {'seconds':>8} {'NDCG@10':>8} {'Recall@10':>10} {'Hit@10':>7}")

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.attacks.audience import (
@@ -22,7 +23,7 @@ from recleak.attacks.audience import (
 )
 from recleak.attacks.base import Knowledge, WhichAttribute
 from recleak.attacks.learners import Bayes, GaussianProcess, Logistic, Preparation
-from recleak.central import central_ledger
+from recleak.central import central_ledger, shadow_lists
 from recleak.data import store
 from recleak.data.split import ratio
 from recleak.data.synthetic import Synthetic
@@ -37,6 +38,7 @@ from recleak.models.autoencoder import Autoencoder
 from recleak.models.central import UnknownModel
 from recleak.models.factorization import WalkFactorization
 from recleak.models.mf import MF
+from recleak.papers.gerai import Setting
 from recleak.protocols.centralized import Centralized, train_centralized
 from recleak.runs import audit_run
 from recleak.testing.attacks import AttackContract, Case, auc, chance_width
@@ -203,6 +205,34 @@ def test_the_ledger_says_what_is_promised_to_whom() -> None:
     (entry,) = central_ledger(fast, Defense(), solved, delta=1e-5)
     assert "One interaction changes many entries" in entry.words
     assert "discount" in central_ledger(fast, BlurMe(), plain, delta=1e-5)[0].words
+
+
+# --- an adversary that copies the system --------------------------------------------------------------------------
+
+
+def test_a_copy_knows_nothing_of_users_that_the_adversary_does_not_know() -> None:
+    """Other genders of the others: the same lists. Other genders of known users: other lists."""
+    split = ratio(Synthetic(n_users=80, n_items=50, mean_activity=12, min_activity=6).generate(), (0.8, 0.1, 0.1))
+    known = np.arange(split.train.n_users) < 40
+
+    def copied(turned: NDArray[np.bool_]) -> Tensor:
+        gender = split.train.users["gender"].to_list()
+        swap = {None: None, **dict(zip(sorted({*gender} - {None}), sorted({*gender} - {None})[::-1], strict=True))}
+        users = split.train.users.with_columns(
+            pl.Series("gender", [swap[each] if turn else each for each, turn in zip(gender, turned, strict=True)])
+        )
+        parts = {name: replace(getattr(split, name), users=users) for name in ("train", "valid", "test")}
+        other = replace(split, **parts)
+        protocol = Centralized(epochs=2, batch_size=64, top=5)
+        made = Setting(other, MF(4), BlurMe(extra=1.0).fitted(other.train), protocol, None, 0)
+        defense = made.knowledge("gender").defense
+        assert isinstance(defense, BlurMe)
+        assert defense.label is defense.weight is None
+        return shadow_lists(made, known)["shadow lists"]
+
+    as_they_are = copied(np.zeros(len(known), bool))
+    assert torch.equal(as_they_are, copied(~known & (np.arange(len(known)) % 2 == 0)))
+    assert not torch.equal(as_they_are, copied(known & (np.arange(len(known)) % 2 == 0)))
 
 
 # --- in an audit --------------------------------------------------------------------------------------------------

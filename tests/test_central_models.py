@@ -53,8 +53,10 @@ def features_of(split: Split) -> Tensor:
 # --- the graph ----------------------------------------------------------------------------------------------------
 
 
-def node_by_loop(model: AttentionGCN, params: Params, archive: Archive, side: str, node: int) -> Tensor:
-    """Equations 3 to 9, one neighbor after the other, in double precision."""
+def node_by_loop(
+    model: AttentionGCN, params: Params, archive: Archive, side: str, node: int, drawn: list[int] | None = None
+) -> Tensor:
+    """Equations 3 to 9, one neighbor after the other, in double precision; of all neighbors, or of drawn ones."""
     assert archive.user_features is not None
     p = {name: value.double() for name, value in params.items()}
     z = {"user": archive.user_features.double() @ p["user.encoder"], "item": p["item"]}
@@ -68,14 +70,15 @@ def node_by_loop(model: AttentionGCN, params: Params, archive: Archive, side: st
     other = "item" if side == "user" else "user"
     graph = archive.items_of if side == "user" else archive.users_of
     own = z[side][node]
-    near = graph.node[graph.indptr[node] : graph.indptr[node + 1]]
-    messages = [message(z[other][int(each)]) for each in near] + [message(own)]
+    near = graph.node[graph.indptr[node] : graph.indptr[node + 1]].tolist() if drawn is None else drawn
+    messages = [message(z[other][each]) for each in near] + [message(own)]
     weight = torch.cat([p["attention.message.weight"], p["attention.node.weight"]])  # W1 on [m, z]
     score = [
         torch.sigmoid(torch.cat([each, own]) @ weight + p["attention.bias"]) @ p["attention.output"]
         for each in messages
     ]
-    weight_of = torch.tensor([model.neighbors / len(near)] * len(near) + [1.0], dtype=torch.float64)
+    share = model.neighbors / max(len(near), 1) if drawn is None else 1.0
+    weight_of = torch.tensor([share] * len(near) + [1.0], dtype=torch.float64)
     alpha = torch.stack(score).exp() * weight_of
     alpha = alpha / alpha.sum()
     total = sum((a * m for a, m in zip(alpha, messages, strict=True)), torch.zeros_like(own))
@@ -127,14 +130,33 @@ def test_the_edge_that_is_predicted_is_not_read(split: Split) -> None:
     with_edge, without = (
         Archive(split.train.take(rows), features_of(split)) for rows in (only, split.train.user != user)
     )
-    asked = torch.tensor([user]), torch.tensor([[item]])
-    vector = [
-        model._embedded(params, archive, asked[0], asked[1][:, 0], archive.items_of, "user", 0)
-        for archive in (with_edge, without)
-    ]
+    other = int(np.setdiff1d(np.arange(split.train.n_items), split.train.item[split.train.user == user])[0])
+    asked, unasked = torch.tensor([[item, other]]), torch.tensor([[other, item]])
+    vector = [model.drawn_nodes(params, archive, torch.tensor([user]), asked, 0)[0] for archive in (with_edge, without)]
     assert torch.allclose(vector[0], vector[1], atol=1e-6)
-    unmasked = model._embedded(params, with_edge, asked[0], torch.tensor([-1]), with_edge.items_of, "user", 0)
+    unmasked = model.drawn_nodes(params, with_edge, torch.tensor([user]), unasked, 0)[0]
     assert not torch.allclose(vector[0], unmasked, atol=1e-4)
+
+
+def test_drawn_nodes_are_those_of_the_equations(split: Split) -> None:
+    """Node by node from the same draws, users and items of a batch that have some in common."""
+    model = AttentionGCN(features_of(split).shape[1], factors=5, neighbors=4)
+    archive, params = Archive(split.train, features_of(split)), params_of(model, split)
+    user, item = torch.tensor([2, 5, 2, 7]), torch.tensor([[1, 4], [4, 9], [3, 1], [8, 8]])
+    found = model.drawn_nodes(params, archive, user, item, step=3)
+    sides = (
+        ("user", archive.items_of, user, item[:, 0]),
+        ("item", archive.users_of, item.reshape(-1), user.repeat_interleave(2)),
+    )
+    row = 0
+    for side, graph, node, without in sides:
+        drawn, some = graph.sample(node, without, 4, archive.seed, f"neighbors of a {side}", 3)
+        for place in range(len(node)):
+            near = drawn[place].tolist() if some[place] else []
+            expected = node_by_loop(model, params, archive, side, int(node[place]), near)
+            assert torch.allclose(found[row], expected.float(), atol=1e-5), (side, place)
+            row += 1
+    assert row == len(found)
 
 
 def test_neighbors_are_drawn_uniformly_and_anew() -> None:

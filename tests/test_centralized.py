@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from recleak.central import seen_history
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split, ratio
 from recleak.data.synthetic import Synthetic
@@ -26,7 +27,7 @@ from recleak.models.central import Archive, pair_logits, scores_of_all
 from recleak.models.lightgcn import LightGCN
 from recleak.models.mf import GMF, MF
 from recleak.models.ncf import NCF
-from recleak.protocols.centralized import Centralized, defended_history, lists, train_centralized
+from recleak.protocols.centralized import Centralized, as_shown, defended_history, lists, train_centralized
 from recleak.streams import Streams
 from recleak.testing import DefenseContract
 from recleak.training.central import CentralExamples, example_losses
@@ -195,6 +196,14 @@ def test_training_stops_at_the_plateau_and_the_best_counts(split: Split) -> None
     assert rank(trained, split.train, split.valid).ndcg(10).mean() == pytest.approx(max(trained.valid), abs=1e-9)
 
 
+def test_as_good_as_before_is_not_better(split: Split) -> None:
+    """With a rate of 0 nothing changes: the first epoch is the best, and patience ends it."""
+    protocol = Centralized(epochs=50, batch_size=64, optimizer=Adam(0.0), patience=3)
+    trained = train_centralized(protocol, MF(4), split.train, valid=split.valid, show_progress=False)
+    assert (trained.best, len(trained.loss)) == (1, 4)
+    assert len(set(trained.valid)) == 1
+
+
 def test_without_patience_all_epochs_are_made(split: Split) -> None:
     protocol = Centralized(epochs=4, optimizer=Adam(0.05), patience=0)
     trained = train_centralized(protocol, MF(4), split.train, valid=split.valid, show_progress=False)
@@ -308,12 +317,57 @@ def test_a_chain_releases_in_order(shown: Lists) -> None:
     assert (got != shown.item).all()
 
 
-def test_fake_items_are_trained_on_and_lists_still_spare_the_true_past(split: Split) -> None:
-    more = defended_history(FakeItems(0.5), split.train, 0)
-    assert len(more) > 1.3 * len(split.train)
-    true = {(int(u), int(i)) for u, i in zip(split.train.user, split.train.item, strict=True)}
-    assert true <= {(int(u), int(i)) for u, i in zip(more.user, more.item, strict=True)}
+def test_what_is_graded_is_what_is_shown(split: Split) -> None:
+    """Under a defense of lists their items come first, in their order, then the party's own; else it is its scores."""
+    tap, defense = Kept(), PopularLists(0.5)
+    protocol, past = Centralized(epochs=5, top=7, optimizer=Adam(0.02)), union(split.train, split.valid)
+    trained = train_centralized(
+        protocol, MF(4), split.train, valid=split.valid, defense=defense, taps=[tap], seed=4, show_progress=False
+    )
+    (message,) = tap.messages
+    assert isinstance(message, Recommendations)
+    users = torch.arange(split.train.n_users)
+    plain, found = trained.scores(users).numpy(), as_shown(protocol, trained, past, defense, 4).scores(users).numpy()
+    changed = 0
+    for user in users.tolist():
+        listed = message.item[user].tolist()
+        others = [item for item in np.argsort(-plain[user], kind="stable").tolist() if item not in listed]
+        assert np.argsort(-found[user], kind="stable").tolist() == listed + others
+        free = past.matrix().toarray()[user] == 0
+        changed += listed != [item for item in np.argsort(-plain[user], kind="stable").tolist() if free[item]][:7]
+    assert changed > 0.9 * len(users)
+    assert as_shown(protocol, trained, past, PopularLists(0.0), 4) is trained
+
+
+def test_fake_items_are_trained_on_and_are_the_user_s_own_to_the_party(split: Split) -> None:
+    """Lists hold neither what a user did nor what was added to it; only the latter has no score."""
+    tap, protocol = Kept(), Centralized(epochs=20, top=60, optimizer=Adam(0.05))
+    defense = FakeItems(0.5)
+    trained = train_centralized(
+        protocol, MF(4), split.train, valid=split.valid, defense=defense, taps=[tap], show_progress=False
+    )
+    more = defended_history(defense, split.train.distinct(), 0).matrix().toarray() > 0
+    true = split.train.matrix().toarray() > 0
+    assert (more >= true).all()
+    assert more.sum() > 1.3 * true.sum()
+    assert np.array_equal(trained.archive.train.matrix().toarray() > 0, more)
+    score = trained.scores(torch.arange(split.train.n_users)).numpy()
+    assert np.array_equal(np.isneginf(score), more & ~true)
+    (message,) = tap.messages
+    assert isinstance(message, Recommendations)
+    own = more | (split.valid.matrix().toarray() > 0)
+    for user, shown in zip(message.user.tolist(), message.item.tolist(), strict=True):
+        assert not own[user][[item for item in shown if item >= 0]].any()
+        assert sum(item >= 0 for item in shown) == (~own[user]).sum()
     assert defended_history(Defense(), split.train, 0) is split.train
+
+
+def test_what_is_public_of_a_blurred_past_is_what_the_party_has(split: Split) -> None:
+    seen = seen_history(FakeItems(0.5), split, 3).numpy() > 0
+    party = defended_history(FakeItems(0.5), split.train.distinct(), 3).matrix().toarray() > 0
+    assert np.array_equal(seen, party | (split.valid.matrix().toarray() > 0))
+    plain = union(split.train, split.valid).matrix().toarray() > 0
+    assert np.array_equal(seen_history(Defense(), split, 3).numpy() > 0, plain)
 
 
 def test_what_cannot_be_is_refused(split: Split) -> None:

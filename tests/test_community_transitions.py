@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ from recleak import random
 from recleak.attacks import transitions
 from recleak.attacks.base import Knowledge, WhoBelongs
 from recleak.attacks.community import UNSEEN, PeerCommunity, Scoring, ServerCommunity, Vector
+from recleak.data import store
 from recleak.data.interactions import Interactions
 from recleak.data.sequences import Transitions
 from recleak.defenses.base import Defense
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError
+from recleak.experiment import experiment
 from recleak.geometry import kilometers
+from recleak.grading import target_transitions
 from recleak.models.base import Params
 from recleak.models.components import Normal
 from recleak.models.mf import MF
@@ -31,6 +35,7 @@ from recleak.papers import base, cda
 from recleak.protocols.federated import Federated, train_federated
 from recleak.protocols.gossip import Gossip, train_gossip
 from recleak.recording import Listening
+from recleak.runs import audit_run
 from recleak.testing.attacks import one_by_one
 from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining
@@ -80,7 +85,7 @@ DATA = walks()
 
 def knowledge_of(defense: Defense, model: PRMEG = MODEL, **public: Tensor) -> Knowledge:
     targets = torch.from_numpy((DATA.matrix().toarray() > 0).astype(np.float32))
-    known = {"targets": targets, **cda.target_transitions(DATA), **public}
+    known = {"targets": targets, **target_transitions(DATA), **public}
     return Knowledge(model, USERS, ITEMS, defense.sharing(model.components()), LOCAL, defense, known)
 
 
@@ -314,7 +319,7 @@ def test_no_other_model_has_this_distance() -> None:
 
 
 def test_targets_are_the_transitions_of_each_user() -> None:
-    public = cda.target_transitions(DATA)
+    public = target_transitions(DATA)
     moves = Transitions.of(DATA)
     for user, (first, last) in enumerate(pairwise(public["offsets"].tolist())):
         mine = moves.user == user
@@ -373,3 +378,44 @@ def test_cda_has_every_published_number_of_prme() -> None:
     assert all(cell.run["model"] == "gmf" for name, cell in paper.cells.items() if name not in cells)
     less = [cells[f"share-less-prme/fl/{data}/told"].published for data in ("foursquare-nyc", "gowalla-nyc")]
     assert less == [0.168, 0.308]
+
+
+# --- in an audit ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.heavy
+def test_an_audit_finds_communities_by_transitions(tmp_path: Path) -> None:
+    """Who goes to the places of a group goes where its others go; the null does not see it."""
+    store.save(DATA, tmp_path / "walks", name="walks")
+    local = {
+        "epochs": 2,
+        "batch_size": 1,
+        "loss": "bpr",
+        "negatives": 1,
+        "resample": True,
+        "optimizer": {"use": "sgd", "learning_rate": 0.05, "weight_decay": 0.01},
+    }
+    made = experiment(
+        {
+            "data": str(tmp_path / "walks"),
+            "model": {"use": "prme-g", "factors": 6},
+            "protocol": [
+                {"use": "federated", "name": "federated", "rounds": 3, "local": local},
+                {"use": "gossip", "name": "gossip", "rounds": 3, "refresh": 1, "local": local},
+            ],
+            "defenses": ["share"],
+            "attacks": [
+                {"use": "community", "name": "server", "scoring": "standardized"},
+                {"use": "community-of-peers", "name": "nodes", "scoring": "standardized", "colluders": 0.9},
+            ],
+            "communities": 5,
+        }
+    )
+    found = audit_run(made, tmp_path / "run", command="test")
+    rows = found.verdicts.select("protocol", "attack", "value", "null_value").rows()
+    assert {(protocol, attack) for protocol, attack, *_ in rows} == {("federated", "server"), ("gossip", "nodes")}
+    for _, _, value, null in rows:
+        assert value > 0.8
+        assert null < 0.7
+    utility = found.utility.filter((pl.col("metric") == "hit@10") & pl.col("value").is_not_null())
+    assert set(utility["protocol"]) >= {"federated", "gossip"}

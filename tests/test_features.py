@@ -137,7 +137,7 @@ def test_errors_say_what_to_do() -> None:
         user_features(data, levels=(5, 4, 3))
     with pytest.raises(NotFoundError, match="gender"):
         user_features(data, attributes=("gendre",))
-    with pytest.raises(DataError, match="'height' is continuous"):
+    with pytest.raises(DataError, match="'height' has 1 different values"):
         user_features(data.with_attributes(height=pl.Series([1.0] * N_USERS)), attributes=("height",))
     holes = Interactions(data.rows.with_columns(rating=pl.Series([3, None], dtype=pl.Float32)), data.users, data.items)
     with pytest.raises(DataError, match="1 of 2 rows have no rating"):

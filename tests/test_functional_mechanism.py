@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from math import inf, log, nan
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from recleak.models.pfedrec import PFedRec
 from recleak.streams import Streams
 from recleak.testing.defenses import EXAMPLE_COMPONENTS, DefenseContract, example_update
 from recleak.testing.models import ModelContract, assert_equals_loop, assert_identical, ragged, visits
+from recleak.training.central import example_losses
 from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining, Task, Trained, train
 from recleak.training.local import Examples
@@ -131,6 +134,31 @@ def test_one_example_moves_coefficients_by_the_sensitivity_at_most(
         one, other = one.round(), other.round()
     far = float((coefficients(one, float(first)) - coefficients(other, float(second))).abs().sum())
     assert far <= width + width**2 / 8 + 1e-9 <= sensitivity(width) + 1e-9
+
+
+def of_pair(q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The coefficients of a pair, of h_m and of h_m h_l for m <= l, with q = q_uv - q_uv'."""
+    square = np.triu(np.outer(q, q) / 8) + np.triu(np.outer(q, q) / 8, 1)
+    return np.concatenate([-q / 2, square[np.triu_indices(len(q))]])
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_one_pair_moves_coefficients_by_the_sensitivity_at_most(width: int) -> None:
+    """Lemma 4.3, on all corners and middles of [-1, 1]^d, which are where the largest change is."""
+    corners = np.array(list(product((-1.0, 0.0, 1.0), repeat=width)))
+    rows = np.stack([of_pair(q) for q in corners])
+    far = np.abs(rows[:, None] - rows[None]).sum(axis=2)
+    assert far.max() <= width + width**2 / 8 <= sensitivity(width)
+    assert 2 * np.abs(rows).sum(axis=1).max() == pytest.approx(sensitivity(width))  # as the lemma derives it
+
+
+def test_the_loss_of_pairs_is_the_polynomial_of_these_coefficients() -> None:
+    generator = np.random.default_rng(0)
+    q, other, h = generator.random(4), generator.random(4), generator.standard_normal(4)
+    rows, columns = np.triu_indices(4)
+    expected = log(2) + of_pair(q - other) @ np.concatenate([h, h[rows] * h[columns]])
+    got = example_losses("bpr-taylor", torch.tensor([[h @ q, h @ other]]), None)
+    assert float(got) == pytest.approx(expected)
 
 
 def test_the_loss_is_the_polynomial_of_these_coefficients() -> None:
@@ -276,3 +304,4 @@ def test_nothing_is_promised() -> None:
     (row,) = ledger(FunctionalMechanism(0.4, 50), components=PARTS, n_items=10, participations=np.array([3]))
     assert row.composed is None
     assert "0.4 is claimed" in row.words
+    assert "the lemma does not apply" in row.words

@@ -16,11 +16,14 @@ from recleak.defenses.base import Chain, all_components
 from recleak.defenses.consent import UserConsent
 from recleak.defenses.decoupling import Decoupling
 from recleak.errors import ConfigError, NotFoundError
+from recleak.grading import pairs_seen
 from recleak.models.decoupled import Decoupled
 from recleak.models.lightgcn import LightGCN
 from recleak.models.pfedrec import PFedRec
-from recleak.papers import base, pard
+from recleak.papers import base, pard, pard_attacks
 from recleak.protocols.stopping import Either, Plateau, Reached
+from recleak.recording import Listening
+from recleak.wire import Broadcast, Server, Upload
 
 RUN: dict[str, pard.Scalar] = {"data": "ml-100k", "preset": "pard", "model": "fedncf", "thin": 6, "rounds": 2}
 
@@ -51,7 +54,7 @@ def test_every_cell_names_something_that_can_be_made() -> None:
         all_components(made.model.components(), made.defense)
     for cell in paper.cells.values():
         if cell.run.get("data") == "ml-100k" and cell.run["method"] == "pard":
-            pard._attack(pard.setting({**cell.run, "thin": 6}, "as-written", 0), cell.ask)
+            pard_attacks.attack_of(pard.setting({**cell.run, "thin": 6}, "as-written", 0), cell.ask, {})
             break
 
 
@@ -64,6 +67,20 @@ def test_published_numbers_are_those_of_the_paper() -> None:
     assert cells["V/0.3/pard/gender"].published == 0.6543
     assert cells["nulls/random/ml-1m/occupation"].published == 0.0743
     assert sum(cell.published is not None for cell in cells.values()) == 158 + 8 + 16 + 27
+
+
+def test_nulls_stand_beside_attacks_and_utility() -> None:
+    """Every table with an attack on an attribute has the most frequent class in each of its columns."""
+    paper = base.load("pard")
+    for table in paper.tables:
+        asked = {cell.column for cell in table.cells if cell.ask.get("attack") in ("aia", "chain")}
+        null = {cell.column for cell in table.cells if cell.ask.get("attack") == "majority"}
+        assert asked <= null, table.id
+        assert all("measure" not in cell.ask for cell in table.cells if "attack" in cell.ask)
+    cell = paper.cells["III/popularity/ml-1m/recall"]
+    assert cell.ask == {"measure": "popularity"}
+    assert "III/popularity/ml-1m/age" not in paper.cells
+    assert paper.unavailable == ("taobao",)
 
 
 def test_who_is_known_and_who_is_graded() -> None:
@@ -109,7 +126,8 @@ def test_variants_and_settings() -> None:
     assert (written.model.combine, code.model.combine) == ("concat", "sum")
     assert isinstance(code.defense, Decoupling)
     assert isinstance(written.defense, Decoupling)
-    assert (code.defense.relabels, code.defense.warm_up, code.defense.inverse) == (True, 3, "own")
+    assert (code.defense.relabels, code.defense.warm_up, code.defense.inverse) == (True, 4, "own")
+    assert (code.defense.steps, written.defense.steps) == (1, 10)
     assert (written.defense.bound, written.defense.reads) == ("plain", "items")
     assert dict(written.defense.attributes) == {"age": 3, "gender": 2, "occupation": 21}
     assert code.local.optimizer.learning_rates["item"] == pytest.approx(0.1 * code.train.n_items)
@@ -130,6 +148,18 @@ def test_variants_and_settings() -> None:
         pard.setting({**RUN, "method": "pard", "model": "ncf"}, "as-written", 0)
 
 
+def test_only_usual_runs_are_remembered_as_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pard, "_LEVELS", {})
+    usual: dict[str, pard.Scalar] = {**RUN, "method": "fedavg"}
+    made = pard.setting(usual, "as-written", 0)
+    trained = pard._train(made, Plateau(1, 9), [], 1)
+    pard._remember({**usual, "vector": "kept"}, made, trained)
+    assert not pard._LEVELS
+    pard._remember(usual, made, trained)
+    assert list(pard._LEVELS.values()) == [trained.curve[-1]]
+    assert pard._level("fedavg", {**RUN, "method": "uc-fedrec", "strength": 0.9}, made, 1) == trained.curve[-1]
+
+
 def test_thinned_data_have_so_many_of_each_user() -> None:
     made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
     assert set(made.train.activity.tolist()) == {4}  # 6 less validation and test
@@ -140,6 +170,7 @@ def test_thinned_data_have_so_many_of_each_user() -> None:
 def test_every_ask_gives_its_metrics() -> None:
     asks: list[dict[str, pard.Scalar]] = [
         {"measure": "utility"},
+        {"measure": "popularity"},
         {"attack": "aia", "attribute": "gender"},
         {"attack": "aia", "attribute": "gender", "oracle": True, "learner": "gbt"},
         {"attack": "aia", "attribute": "gender", "reads": "private"},
@@ -156,6 +187,10 @@ def test_every_ask_gives_its_metrics() -> None:
     found = measured("pard", asks)
     assert set(found[0]) == {"recall@10", "ndcg@10", "recall@10-full", "ndcg@10-full", "rounds"}
     assert found[0]["rounds"] == 2
+    popular = found.pop(1)
+    asks.pop(1)
+    assert popular["rounds"] == 0
+    assert popular["recall@10"] > 0.2  # chance is 0.1
     assert all({"auc", "micro-f1", "macro-f1"} == set(each) for each in found[1:10])
     label = classes_of(pard.setting({**RUN, "method": "pard"}, "as-written", 0).train, "age")[0]
     assert found[7]["micro-f1"] == pytest.approx(np.bincount(label).max() / len(label), abs=0.03)
@@ -170,13 +205,66 @@ def test_every_ask_gives_its_metrics() -> None:
         measured("fedavg", [{"attack": "aia", "attribute": "age", "reads": "private"}])
 
 
+def test_true_interactions_are_read_as_inferred_ones_are() -> None:
+    """Else who reads the truth would be no ceiling of the chain."""
+    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    assert (
+        pard_attacks.LEARNERS["chain"]
+        == pard_attacks.attack_of(made, {"attack": "chain", "attribute": "age"}, {}).learner
+    )
+    ask: dict[str, pard.Scalar] = {"attack": "interactions", "attribute": "gender"}
+    usual, same = (pard_attacks.graded(made, each, None, {})["auc"] for each in (ask, {**ask, "learner": "chain"}))
+    assert np.array_equal(usual, same)
+
+
+def test_what_is_inferred_from_an_upload_is_inferred_once(tmp_path: Path) -> None:
+    """Attacks on the last round share it, by the way it is inferred; answers are those of the attack alone."""
+    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    shared: dict[str, pard_attacks.OncePerUpload] = {}
+    asks: list[dict[str, pard.Scalar]] = [{"attack": "membership"}, {"attack": "chain", "attribute": "gender"}]
+    first, chain = (pard_attacks.attack_of(made, ask, shared) for ask in asks)
+    distant = pard_attacks.attack_of(made, {"attack": "membership", "by": "distance"}, shared)
+    assert chain.membership is first
+    assert distant is not first
+    best = pard.BestRound(made, tmp_path)
+    best.end(pard._train(made, Plateau(1, 9), [best], 1, best.look))
+    alone = pard_attacks._membership(asks[0])
+    taps = [Listening(Server(), attack, made.knowledge()) for attack in (first, alone)]
+    for message in best.messages:
+        for tap in taps:
+            tap.receive(message)
+    assert len(first.found) == sum(isinstance(message, Upload) for message in best.messages)
+    question = pairs_seen(taps[0].state(), made.train.n_items)
+    assert torch.equal(taps[0].answer(question), taps[1].answer(question))
+
+
+@pytest.mark.parametrize(("looks", "best"), [((0.3, 0.2, 0.1), 0), ((0.1, 0.3, 0.2), 1), ((0.1, 0.2, 0.3), 2)])
+def test_what_counts_is_the_round_with_the_best_look(
+    looks: tuple[float, ...], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = pard.setting({**RUN, "method": "fedavg", "rounds": len(looks)}, "as-written", 0)
+    left = iter(looks)
+    monkeypatch.setattr(pard.Setting, "recall", lambda self, model: next(left))
+    found = pard.BestRound(made, tmp_path)
+    found.end(pard._train(made, Plateau(1, 9), [found], 1, found.look))
+    assert found.utility["rounds"].item() == best + 1
+    messages = list(found.messages)
+    assert {message.round for message in messages if isinstance(message, Broadcast | Upload)} == {best}
+    assert sum(isinstance(message, Broadcast) for message in messages) == 1
+
+
 @pytest.mark.heavy
-def test_rivals_stop_where_they_are_compared() -> None:
+def test_rivals_stop_where_they_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pard, "_LEVELS", {})
     run = {**RUN, "rounds": 3}
     made = pard.setting({**run, "method": "early-stop"}, "as-written", 0)
     rule = pard._rule(made, {**run, "method": "early-stop"}, 1)
     assert isinstance(rule, Reached)
     assert 0 < rule.level < 2
+    kept = dict(pard._LEVELS)
+    assert rule.level in kept.values()
+    assert pard._rule(made, {**run, "method": "early-stop"}, 1) == rule
+    assert kept == pard._LEVELS  # it was not trained again
     other = pard._rule(pard.setting({**run, "method": "uc-fedrec"}, "as-written", 0), run, 1)
     assert isinstance(other, Either)
     assert isinstance(pard._rule(pard.setting({**run, "method": "pard"}, "as-written", 0), run, 1), Plateau)

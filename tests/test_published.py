@@ -65,13 +65,19 @@ def test_sessions_are_kept_apart_and_repeats_are_counted(tmp_path: Path) -> None
     assert [note.count for note in notes] == [1]
 
 
+SIXTY = "user,item\n" + "".join(f"{user},x\n" for user in range(60))
+
+
 @pytest.mark.parametrize(
     ("recs", "users", "message"),
     [
         ("who,item\na,x\n", "user,gender\na,f\n", "which column is the user; there is .'who', 'item'."),
         ("user,thing\na,x\n", "user,gender\na,f\n", "which column is the item"),
         ("user,item\na,x\n", "name,gender\na,f\n", "which column is the user; there is .'name', 'gender'."),
-        ("user,item\na,x\n", "user,income\na,3\n", "no column that could be inferred, got income"),
+        ("user,item\na,x\n", "user,income\na,3\n", r"inferred \(income: known of 1 users"),
+        ("user,item\na,x\n", "user,gender\na,f\n", r"inferred \(gender: known of 1 users\), .*at least 20"),
+        (SIXTY, "user,zip\n" + "".join(f"{u},z{u}\n" for u in range(60)), "60 values for 60 users"),
+        (SIXTY, "user,gender\n" + "".join(f"{u},f\n" for u in range(60)), "the same for all users"),
     ],
 )
 def test_columns_that_are_missing_are_named(tmp_path: Path, recs: str, users: str, message: str) -> None:
@@ -152,7 +158,7 @@ def test_the_command_line(files: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "run" / "report.html").exists()
     with pytest.raises(SystemExit):
         app([*arguments, *out, "--fail-if", "gender.auc > 0.6"], result_action="return_value")
-    with pytest.raises(ConfigError, match="--recommendations without --users"):
+    with pytest.raises(ConfigError, match=r"Got --recommendations, expected .* --users"):
         app([*arguments[:3], *out], result_action="return_value")
 
 

@@ -176,6 +176,34 @@ def test_a_table_is_written_as_it_is_printed(fake: Path) -> None:
     assert [cell.run["model"] for cell in paper.needs(paper.cells["3/r"])] == ["s", "l", "s", "l"]
 
 
+def test_a_row_may_ask_for_something_else_where_columns_ask_for_it(fake: Path) -> None:
+    row = '{ label = "null", name = "null/{data}/{attack}", run = { model = "s" }, over = { attack = "guess" } },'
+    text = PAPER.replace('{ label = "A", run = { data = "a" } }', '{ label = "A", run = { data = "a" }, ask = ASKED }')
+    text = text.replace("ASKED", '{ attack = "x" }').replace("rows = [", f"rows = [\n  {row}")
+    (fake / "fake.toml").write_text(text)
+    found = base.load(str(fake / "fake.toml")).cells
+    assert found["2/null/a/guess"].ask == {"attack": "guess"}
+    assert found["2/null/a/guess"].run == {"model": "s", "data": "a"}
+    assert not [name for name in found if name.startswith("2/null/b")]  # that column asks for no attack
+    assert found["1/null/a/guess"].ask == {"measure": "utility", "attack": "guess"}
+
+
+def test_data_that_not_everybody_has(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs without data are left out and said, not failed; their cells say so, and are blank."""
+    text = PAPER.replace('data = "b"', 'data = "taobao"').replace('"b"', '"taobao"')
+    (fake / "fake.toml").write_text('unavailable = ["taobao"]\n' + text)
+    run(fake, "--markdown", str(fake / "page.md"))
+    assert [line.split()[1] for line in calls(fake)] == ["a", "a"]
+    shown = capsys.readouterr()
+    assert "taobao: data not available; 2 runs left out." in shown.err
+    assert "data not" in shown.out
+    page = (fake / "page.md").read_text()
+    assert page.count("data not available") == 4
+    assert "*0.7000*<br>data not available" in page
+    cell = cells(fake)["2/s/taobao/x"]
+    assert (cell["ours"], cell["seeds"]) == (None, 0)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -359,6 +387,37 @@ def test_what_is_known_is_not_measured_again(fake: Path, capsys: pytest.CaptureF
             published.write_text(text)
         run(fake, "--known", str(published), code=2)
         assert message in capsys.readouterr().err
+
+
+def test_a_run_that_a_variant_does_not_change_is_measured_once(fake: Path) -> None:
+    (fake / "fake.toml").write_text(PAPER.replace('text = "The code."', 'text = "The code."\nsame = { model = ["s"] }'))
+    published = fake / "known.json"
+    first = cells(fake)
+    run(fake, "--json", str(published))
+    before = calls(fake)
+    other = cells(fake, "--variant", "as-coded")
+    made = calls(fake)[len(before) :]
+    assert sorted(made) == sorted(f"l {data} as-coded 0 {cores()} 2" for data in "ab"), "only the other model"
+    assert other["2/s/a/x"]["ours"] == first["2/s/a/x"]["ours"]
+    assert other["2/s/a/x"]["variant"] == "as-coded"
+    shutil.rmtree(fake / "out")
+    known = cells(fake, "--variant", "as-coded", "--known", str(published), "--table", "2", "--no-run")
+    assert known["2/s/a/x"]["ours"] == first["2/s/a/x"]["ours"]
+    assert known["2/l/a/x"]["ours"] is None, "published of the first variant, which is another run"
+
+
+def test_a_default_that_is_said_asks_for_the_same_run(fake: Path) -> None:
+    unsaid = PAPER.replace('run = { model = "s", strength = 0 }', 'run = { model = "s" }')
+    (fake / "fake.toml").write_text(unsaid)
+    run(fake, "--table", "1", "--table", "2", "--data", "a", "--model", "s")
+    assert len(calls(fake)) == 2, "two runs, as one of the cells says more"
+    shutil.rmtree(fake / "out")
+    (fake / "calls.txt").unlink()
+    (fake / "fake.toml").write_text(unsaid.replace("[[variants]]", "[defaults]\nstrength = 0\n\n[[variants]]", 1))
+    found = cells(fake, "--table", "1", "--table", "2", "--data", "a", "--model", "s")
+    assert len(calls(fake)) == 1
+    assert found["1/s/a"]["ours"] is not None
+    assert found["2/s/a/x"]["ours"] is not None
 
 
 def test_what_other_code_measured_is_not_known(fake: Path) -> None:

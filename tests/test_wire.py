@@ -27,6 +27,8 @@ from recleak.wire import (
     Audience,
     Broadcast,
     Disclosure,
+    Embeddings,
+    Holder,
     Message,
     MessageError,
     Peers,
@@ -242,8 +244,17 @@ def disclosures(draw: st.DrawFn) -> Disclosure:
     return Disclosure(draw(distinct(n)), draw(tables(n)), labels)
 
 
+@st.composite
+def embeddings(draw: st.DrawFn) -> Embeddings:
+    users, items, width = (draw(st.integers(0, 4)) for _ in range(3))
+    vectors = [draw(floats(n * width)).reshape(n, width) for n in (users, items)]
+    return Embeddings(draw(distinct(users)), vectors[0], draw(distinct(items)), vectors[1])
+
+
 broadcasts = st.builds(Broadcast, rounds, tables())
-messages: st.SearchStrategy[Message] = st.one_of(broadcasts, uploads(), aggregates(), pushes(), lists(), disclosures())
+messages: st.SearchStrategy[Message] = st.one_of(
+    broadcasts, uploads(), aggregates(), pushes(), lists(), disclosures(), embeddings()
+)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -407,6 +418,10 @@ one, first = torch.tensor([1]), torch.tensor([0])
         (Recommendations(0, one, torch.tensor([[-1, 3]])), "-1 at the end only"),
         (Recommendations(0, one, torch.tensor([[3, -2]])), "below -1"),
         (Recommendations(0, one, torch.tensor([3])), r"'item' i64\[1\], expected i64\[B, K\] with B = 1"),
+        (Embeddings(torch.tensor([1, 1]), torch.zeros(2, 3), first, torch.zeros(1, 3)), "same user twice"),
+        (Embeddings(one, torch.zeros(1, 3), torch.tensor([2, 2]), torch.zeros(2, 3)), "same item twice"),
+        (Embeddings(one, torch.zeros(1, 3), -one, torch.zeros(1, 3)), "negative item"),
+        (Embeddings(one, torch.zeros(1, 3), first, torch.zeros(1, 2)), r"'item_vector' f32\[1, 2\].*d = 3"),
         (Disclosure(torch.tensor([1, 1]), {}, {}), "client twice"),
         (Disclosure(one, {}, {"age": torch.zeros(1)}), r"'labels/age' f32\[1\], expected i64\[C\]"),
     ],
@@ -437,7 +452,7 @@ def _with(**changes: Any) -> bytes:
         ({"numbers": {"round": "0"}}, "does not fit"),
         ({"numbers": {"round": 0.0}}, "whole number"),
         ({"numbers": {"round": 10**400}}, "whole number"),
-        ({"numbers": {"round": float("nan")}}, "does not fit"),
+        ({"numbers": {"round": float("nan")}}, "expected a JSON object"),
         ({"tensors": ["sender"]}, "tensors .*, expected those it names: sender"),
         ({"tensors": ["sender", "receiver", "model", "receiver"]}, "tensors"),
         ({"tensors": "sender"}, "does not fit"),
@@ -498,6 +513,7 @@ ONE_OF_EACH: list[Message] = [
     Push(0, one, one, {}, first),
     Recommendations(0, one, one[:, None]),
     Disclosure(one, {}, {}),
+    Embeddings(one, torch.zeros(1, 2), first, torch.zeros(1, 2)),
 ]
 
 
@@ -505,6 +521,7 @@ ONE_OF_EACH: list[Message] = [
     ("vantage", "expected"),
     [
         (Server(), [Broadcast, Upload, Aggregate, Disclosure]),
+        (Holder(), [Disclosure, Embeddings]),
         (Aggregator(), [Broadcast, Aggregate, Disclosure]),
         (Peers(torch.eye(3, dtype=torch.bool)), [Push, Disclosure]),
         (Peers(torch.zeros(0, 3, dtype=torch.bool)), [Disclosure]),

@@ -24,6 +24,7 @@ def audit(
     *,
     out: Path | str = "runs/audit",
     workers: int = 1,
+    executor: str | None = None,
     **fields: Any,
 ) -> Findings:
     """Attack every system of an experiment and grade the attacks: what `recleak audit` does.
@@ -31,7 +32,7 @@ def audit(
     `experiment` is a TOML file, the same as a mapping, or None for the quick start; `fields` replace its fields, as in
     `audit(data="ml-100k", defenses=["none", {"use": "proximal", "strength": 0.1}], seeds=5)`. The run directory `out`
     is reused: what is measured in it is not measured again. With more than one worker the caller must be importable
-    (`if __name__ == "__main__":`).
+    (`if __name__ == "__main__":`). `executor` is `ray` or `ray://HOST:10001`: cells are measured on a Ray cluster.
     """
     from recleak import experiment as experiments
     from recleak.runs import audit_run
@@ -43,4 +44,9 @@ def audit(
     else:
         table = experiment if isinstance(experiment, Mapping) else experiments.read(Path(experiment))
     made = experiments.experiment(experiments.with_fields(table, fields))
-    return audit_run(made, Path(out), workers=workers, command="recleak.audit(...)")
+    cluster = None
+    if executor is not None:
+        from recleak.deploy.ray import RayCluster
+
+        cluster = RayCluster(executor)
+    return audit_run(made, Path(out), workers=workers, command="recleak.audit(...)", cluster=cluster)

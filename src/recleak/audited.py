@@ -6,18 +6,19 @@ seed, so intervals resample users and seeds crossed (`metrics.intervals.bootstra
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from recleak.cells import HISTORY, MEMBERSHIP, Ask, Baselines, Cell
+from recleak.cells import HISTORY, MEMBERSHIP, Ask, Baselines, Cell, loaded
+from recleak.errors import DataError
 from recleak.experiment import System
-from recleak.files import read_table
+from recleak.files import read_json, read_table
 from recleak.metrics.comparison import (
     Counts,
     Difference,
@@ -31,8 +32,21 @@ VANTAGES = {
     "Peers": "A node of the gossip that receives models",
     "Aggregator": "The server that receives sums of uploads",
     "Audience": "Somebody who sees the lists that users are shown",
+    "Holder": "Somebody who holds users' vectors",
 }
 BySeed = dict[int, PerUser]
+_FACTS = ("vantage", "knowledge", "direction", "roc")  # of an attack that was graded
+_ITEM_FACTS = ("thresholds", "slopes")
+_AGAIN = "Delete the folder of the cell; it will be measured again."
+_COLUMNS: dict[str, pl.DataType] = {
+    **{"user": pl.Int64(), "valid": pl.Boolean(), "auc": pl.Float64(), "exposed": pl.Float64()},
+    **{"round": pl.Int64(), "activity": pl.Int64()},
+}
+_ITEM_COLUMNS: dict[str, pl.DataType] = {
+    "f1": pl.Float64(),
+    **dict.fromkeys(("positives", "negatives"), pl.Int64()),
+    **{f"{name}{at}": pl.Int64() for name in ("hits", "alarms") for at in ("", "@1%", "@0.1%")},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,13 +161,15 @@ class Audited:
                 file = cell.path / f"{ask.key}.json"
                 if not file.exists():
                     continue
-                facts = json.loads(file.read_text(encoding="utf-8"))
+                items = ask.question == MEMBERSHIP
+                facts = stored(file, "reason")
                 if facts["reason"] is not None:
                     made.reasons.append(str(facts["reason"]))
                     continue
                 made.seeds.append(cell.seed)
-                made.facts.append(facts)
-                made.users.append(read_table(file.with_suffix(".parquet")))
+                made.facts.append(_with(facts, file, *_FACTS, *(_ITEM_FACTS if items else ())))
+                n_users = loaded(self.system.data).n_users
+                made.users.append(_graded(file.with_suffix(".parquet"), n_users, items=items))
             found.append(made)
         return found
 
@@ -184,6 +200,32 @@ class Audited:
         """The recommender's."""
         cells = [cell for cell in self.cells if has_utility(cell)]
         return {cell.seed: per_user(read_table(cell.path / "utility.parquet"), metric) for cell in cells}
+
+
+def stored(file: Path, *names: str) -> dict[str, Any]:
+    """Facts of a cell, with these among them; an error that says what to do if a file is not what we write."""
+    try:
+        facts = read_json(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"not facts of a cell ({error!s:.200})", file=file, remedy=_AGAIN) from error
+    return _with(facts, file, *names)
+
+
+def _with(facts: Any, file: Path, *names: str) -> dict[str, Any]:
+    if not isinstance(facts, dict) or not set(names) <= set(facts):
+        raise DataError(f"got {facts!r:.80}, expected an object with {', '.join(names)}", file=file, remedy=_AGAIN)
+    return facts
+
+
+def _graded(file: Path, n_users: int, *, items: bool) -> pl.DataFrame:
+    """The grades of users who are there: of own items, or of another question."""
+    frame = read_table(file)
+    expected = _COLUMNS | (_ITEM_COLUMNS if items else {"accuracy": pl.Float64()})
+    kinds = {name: frame.schema.get(name) for name in expected}
+    if kinds != expected or not bool(frame["user"].is_between(0, n_users, closed="left").all()):
+        problem = f"got the columns {dict(frame.schema)!s:.200}, expected {expected!s:.400} of {n_users:,} users"
+        raise DataError(problem, file=file, remedy=_AGAIN)
+    return frame
 
 
 def has_utility(cell: Cell) -> bool:

@@ -20,18 +20,21 @@ from typing import Any, Literal
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from recleak import objects
 from recleak.data.interactions import Interactions
 from recleak.data.marks import Mark
 from recleak.data.sampling import evaluation_candidates
+from recleak.data.sequences import held_out
 from recleak.data.source import open_data
 from recleak.data.split import Order, Split, leave_one_out
 from recleak.experiment import Data, System, digest
 from recleak.files import replace_table
+from recleak.metrics.next_item import NextScorer, rank_next
 from recleak.metrics.ranking import Ranks, Scorer, rank
 from recleak.utility import BASELINES, union
-from recleak.wire import Aggregator, Audience, Peers, Server, Vantage
+from recleak.wire import Aggregator, Audience, Holder, Peers, Server, Vantage
 
 VERSION = 2  # of what a cell's files mean: those of another number do not count
 KS = (10, 20)
@@ -40,13 +43,16 @@ COMMUNITY = "community"  # who is similar to an adversary's items; other questio
 NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
     Server: ("random", "all-positive", "popularity"),
     Aggregator: ("popularity-of-sums",),
+    Holder: ("popular-items",),
 }
-GIVEN = "given"  # the folder of what was read, where lists exist already
-PUBLISHED = "published"  # the protocol of lists that exist already
+GIVEN = "given"  # the folder of what was read, where outputs exist already
+RECORDED = "recorded"  # the protocol of a federation that ran elsewhere
+PUBLISHED = ("published", "vectors", RECORDED)  # the protocols of lists, vectors and messages that exist already
 HISTORY = "from-history"  # the null of attacks that also read what users did: what that tells alone
 ATTRIBUTE_NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
     Server: ("majority", "proportional"),
     Audience: ("majority-of-audience", "proportional-of-audience"),
+    Holder: ("majority-of-holder", "proportional-of-holder"),
 }
 COMMUNITY_NULLS: Mapping[type[Vantage[Any]], tuple[str, Mapping[str, Any]]] = {
     Server: ("random users", {"use": "community", "scoring": "random"}),
@@ -76,6 +82,8 @@ class Ask:
         """As in the tables of findings."""
         if self.mark is not None:
             return self.mark.name
+        if self.attribute in (MEMBERSHIP, COMMUNITY):  # a column of somebody's data may be called so
+            return f"attribute {self.attribute}"
         return self.attribute or (COMMUNITY if self.community else MEMBERSHIP)
 
     @property
@@ -109,7 +117,7 @@ class Cell:
 
     @property
     def published(self) -> bool:
-        """Whether lists are given, and nothing is trained or held out."""
+        """Whether outputs are given, and nothing is trained or held out."""
         return is_published(self.system)
 
     @property
@@ -140,10 +148,13 @@ def _code(settings: Mapping[str, Any]) -> list[str]:
     return [f"{name} {digest(text)}" for name, text in sorted(objects.sources(settings).items())]
 
 
+sent: dict[Data, Interactions] = {}  # data that came with a cell to another machine
+
+
 @lru_cache(maxsize=2)
 def loaded(data: Data) -> Interactions:
     """The interactions; the last two are kept."""
-    return open_data(data.name, data.preset)
+    return sent[data] if data in sent else open_data(data.name, data.preset)
 
 
 def split_of(data: Data, seed: int) -> Split:
@@ -154,22 +165,31 @@ def split_of(data: Data, seed: int) -> Split:
 
 
 def whole_of(data: Data) -> Split:
-    """Everything, nothing held out: for lists that exist already."""
+    """Everything, nothing held out: for outputs that exist already."""
     interactions = loaded(data)
     nothing = interactions.take(np.zeros(len(interactions), bool))
     return Split(interactions, nothing, nothing, "nothing is held out")
 
 
 def is_published(system: System) -> bool:
-    """Whether its lists are given, and nothing is trained."""
-    return bool(system.protocol.settings["use"] == PUBLISHED)
+    """Whether its outputs are given, and nothing is trained."""
+    return system.protocol.settings["use"] in PUBLISHED
 
 
 def ranks_of(split: Split, scorer: Scorer, data: Data, seed: int) -> Ranks:
     """Where the held-out items come out; a user's other items do not compete."""
-    sampled = None if data.candidates is None else evaluation_candidates(split, data.candidates, seed=seed).items
     known = split.train if len(split.valid) == 0 else union(split.train, split.valid)
-    return rank(scorer, known, split.test, sampled)
+    return rank(scorer, known, split.test, _sampled(split, data, seed))
+
+
+def next_ranks_of(split: Split, scorer: NextScorer, data: Data, seed: int) -> Ranks:
+    """The same by a model of what comes next, which knows where the user was; its other places compete too."""
+    return rank_next(scorer, held_out(split), _sampled(split, data, seed))
+
+
+def _sampled(split: Split, data: Data, seed: int) -> NDArray[np.int32] | None:
+    """The items that held-out ones are ranked against, i32[U, K]; None: all."""
+    return None if data.candidates is None else evaluation_candidates(split, data.candidates, seed=seed).items
 
 
 def metrics_of(ranks: Ranks) -> pl.DataFrame:

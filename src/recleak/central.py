@@ -17,6 +17,7 @@ from recleak.accounting import Entry
 from recleak.data.features import UserFeatures, classes_of
 from recleak.data.split import Split
 from recleak.defenses.base import Defense, parts_of
+from recleak.defenses.blurme import fitted_to, unfitted
 from recleak.defenses.functional_mechanism import FunctionalMechanism
 from recleak.defenses.spending import NoGuarantee, NoisyFeatures, NoisyGradients
 from recleak.epsilon import gaussian_epsilon
@@ -60,15 +61,20 @@ def labels_of(model: Model, split: Split) -> dict[str, Tensor]:
 
 
 def train_central(
-    made: System, split: Split, taps: Sequence[Tap], seed: int, directory: Path | None = None
+    made: System,
+    split: Split,
+    taps: Sequence[Tap],
+    seed: int,
+    directory: Path | None = None,
+    defense: Defense | None = None,
 ) -> CentralizedModel:
-    """Train on a split, show lists to taps."""
+    """Train on a split, show lists to taps; with another defense than the system's, if one is given."""
     return train_centralized(
         made.protocol,
         made.model,
         split.train,
         valid=split.valid,
-        defense=made.defense,
+        defense=made.defense if defense is None else defense,
         taps=taps,
         user_features=None if made.features is None else made.features.values,
         labels=labels_of(made.model, split),
@@ -79,20 +85,27 @@ def train_central(
 
 
 def seen_history(defense: Defense, split: Split, seed: int) -> Tensor:
-    """What is public of what users did before lists are shown, f32[U, I]; blurred if a defense changes histories."""
-    seen = defended_history(defense, union(split.train, split.valid).distinct(), seed)
-    return torch.from_numpy(seen.matrix().toarray().astype(np.float32))
+    """What is public of what users did before lists are shown, f32[U, I].
+
+    If a defense changes histories, it is what the party trains on, and the validation part.
+    """
+    seen = defended_history(defense, split.train.distinct(), seed).matrix() + split.valid.matrix()
+    return torch.from_numpy((seen.toarray() > 0).astype(np.float32))
 
 
 def shadow_lists(made: System, known: NDArray[np.bool_]) -> dict[str, Tensor]:
-    """Lists that a copy of the defended system, trained on known users (bool[U]) alone, shows to them."""
+    """Lists that a copy of the defended system, trained on known users (bool[U]) alone, shows to them.
+
+    What a defense has to know of users, the copy learns from these.
+    """
     train, valid = (part.take(known[part.user]) for part in (made.split.train, made.split.valid))
     if not len(train):
         raise ConfigError("The adversary knows no user with an interaction, expected some to copy the system for.")
     seed = made.seed + 10_000  # another draw of everything
-    copy = train_central(made, replace(made.split, train=train, valid=valid), (), seed)
+    defense = fitted_to(unfitted(made.defense), train)
+    copy = train_central(made, replace(made.split, train=train, valid=valid), (), seed, defense=defense)
     users = torch.from_numpy(np.flatnonzero(known & (train.activity > 0)))
-    shown = lists(copy, union(train, valid), users, made.protocol.top, made.defense, seed)
+    shown = lists(copy, union(train, valid), users, made.protocol.top, defense, seed)
     return {"shadow users": users, "shadow lists": shown}
 
 

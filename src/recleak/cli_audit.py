@@ -72,16 +72,34 @@ def _with(given: Any, key: str, **setting: Any) -> list[dict[str, Any]]:
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Lists of a system that exists already, in place of an experiment: nothing is trained but the attacker."""
+    """Outputs of a system that exists already, in place of an experiment: nothing is trained but the attacker."""
 
+    recording: Path | None = None
+    "A folder that a Recorder wrote: what the server of a federation saw. Needs --interactions, the truth."
     recommendations: Path | None = None
     "A table with a row for each place of a list: user, item, and maybe rank or score, and session."
+    embeddings: Path | None = None
+    "Vectors of users, a matrix: .npy, .npz or .safetensors."
+    uploads: Path | None = None
+    "What each user sent a server, a matrix likewise."
+    item_embeddings: Path | None = None
+    "Vectors of items: with --interactions, which items are a user's own is inferred too."
+    user_array: str | None = None
+    "The name of the users' matrix, if the file has several."
+    item_array: str | None = None
+    "The name of the items' matrix, in --item-embeddings or else in --embeddings."
+    user_ids: Path | None = None
+    "A table with the user of each row (default: an array user_ids beside the matrix, or the order of --users)."
+    item_ids: Path | None = None
+    "The same of items (default: an array item_ids beside the matrix, or ids are row numbers)."
     users: Path | None = None
     "A table with users' ids and their attributes."
     interactions: Path | None = None
-    "A table of what users did before: user, item. Without it lists alone are read."
+    "A table of what users did: user, item. Without it lists or vectors alone are read; a recording needs it, with its "
+    "numbers."
     attribute: tuple[str, ...] = ()
-    "Which attributes to infer (default: every column with classes, and age); may be repeated."
+    "Which attributes to infer, maybe with a kind, as zip:categorical (default: all with few classes, and numbers, cut "
+    "into thirds); may be repeated."
     known: float = 0.5
     "Share of the users whose attribute the adversary knows."
     user: str | None = None
@@ -89,18 +107,53 @@ class Outputs:
     item: str | None = None
     "The column of items, likewise."
 
+    def recorded(self, folder: Path, base: dict[str, Any]) -> dict[str, Any]:
+        """The experiment on a recording; `base` says what is known of the system."""
+        from recleak.recorded import experiment_of
+
+        others = [self.recommendations, self.embeddings, self.uploads]
+        if self.recording is None or self.interactions is None or any(others):
+            raise ConfigError(
+                "Got --recording without --interactions, or with other outputs, expected the recording and what "
+                "its users really did:\n  recleak audit --recording DIR --interactions FILE --model NAME,SETTING=VALUE"
+            )
+        return experiment_of(self.recording, self.interactions, self.users, folder, base, **self._asked)
+
     def table(self, folder: Path) -> dict[str, Any]:
         """The experiment on these files."""
-        from recleak.data.columns import ColumnMap
-        from recleak.published import experiment_of
+        from recleak import embeddings, published
 
-        if self.recommendations is None or self.users is None:
-            given = "--users" if self.recommendations is None else "--recommendations"
-            other = "--recommendations" if self.recommendations is None else "--users"
-            raise ConfigError(f"Got {given} without {other}, expected both: lists, and who their users are.")
-        columns = ColumnMap(user=self.user, item=self.item)
-        files = (self.recommendations, self.users, self.interactions)
-        return experiment_of(*files, folder, attributes=self.attribute, known=self.known, columns=columns)
+        options = {
+            "--recommendations": self.recommendations,
+            "--embeddings": self.embeddings,
+            "--uploads": self.uploads,
+        }
+        given = [name for name, file in options.items() if file is not None]
+        if len(given) != 1 or self.users is None:
+            got = ", ".join([*given, *(["--users"] if self.users is not None else [])]) or "neither"
+            raise ConfigError(f"Got {got}, expected one of {', '.join(options)}, and --users: who its users are.")
+        rest = self._asked
+        if self.recommendations is not None:
+            return published.experiment_of(self.recommendations, self.users, self.interactions, folder, **rest)
+        names = ("user_array", "item_array", "user_ids", "item_ids")
+        where = {name: getattr(self, name) for name in names}
+        files = embeddings.Files(self.source, self.item_embeddings, **where)
+        rest["kind"] = "uploads" if self.embeddings is None else "embeddings"
+        return embeddings.experiment_of(files, self.users, self.interactions, folder, **rest)
+
+    @property
+    def _asked(self) -> Any:
+        """Which attributes of whom, and what columns are called."""
+        from recleak.data.columns import ColumnMap, kinds_of
+
+        kinds = kinds_of(self.attribute)
+        columns = ColumnMap(user=self.user, item=self.item, attributes=kinds if any(kinds.values()) else {})
+        return {"attributes": list(kinds), "known": self.known, "columns": columns}
+
+    @property
+    def source(self) -> Path:
+        """The file of outputs."""
+        return self.recommendations or self.embeddings or self.uploads or Path("outputs")
 
 
 _NONE = Overrides()
@@ -114,6 +167,8 @@ def audit(
     overrides: Overrides = _NONE,
     outputs: Outputs = _TRAINED,
     workers: int | None = None,
+    executor: str | None = None,
+    mlflow: str | None = None,
     fail_if: Annotated[tuple[str, ...], Parameter(name="--fail-if")] = (),
     point: Annotated[bool, Parameter(negative="")] = False,
     out_dir: Annotated[Path | None, Parameter(name="--out")] = None,
@@ -122,8 +177,9 @@ def audit(
     """Attack a recommender, grade the attacks beside their nulls, and write a report; without a file, the quick start.
 
     Trains every combination of data, model, protocol and defense, with all attacks at the wire. After an interrupt, or
-    a kill, the same command continues; what was measured is never measured again. With --recommendations and --users
-    it reads lists of a system of yours instead, and trains nothing but the attacker.
+    a kill, the same command continues; what was measured is never measured again. With --recommendations, --embeddings
+    or --uploads, and --users, it reads outputs of a system of yours instead, and trains nothing but the attacker; with
+    --recording and --interactions, what the server of a federation saw.
 
     Parameters
     ----------
@@ -131,6 +187,12 @@ def audit(
         A TOML file; `recleak schema` helps editors to complete it.
     workers
         So many cells side by side, each in a process of its own (default: one per core).
+    executor
+        Where cells are measured, if not in processes of this machine: `ray` (a Ray of this machine, or of RAY_ADDRESS)
+        or `ray://HOST:10001` (a Ray cluster). The findings are the same.
+    mlflow
+        Also log every system, its metrics with their intervals and the report to this MLflow: a server
+        (`http://127.0.0.1:5000`), a database (`sqlite:///mlflow.db`) or a folder (`file:mlruns`).
     fail_if
         Exit with 1 if this is certain of any system, such as "membership.auc > 0.6"; may be repeated. Certain: the end
         of the interval nearer to the limit is beyond it.
@@ -145,10 +207,17 @@ def audit(
     from recleak.runs import audit_run
 
     folder = out_dir or Path("runs") / _name(experiment, outputs)
-    if outputs != _TRAINED:
+    if outputs.recording is not None:
+        if overrides.data or overrides.preset or overrides.rounds is not None or overrides.seeds not in (None, 1):
+            raise ConfigError(
+                "Got --data, --preset, --rounds or --seeds with --recording, expected none: it is one run."
+            )
+        base = overrides.apply({} if experiment is None else experiments.read(experiment))
+        table, where = outputs.recorded(folder, base), str(outputs.recording)
+    elif outputs != _TRAINED:
         if experiment is not None:
-            raise ConfigError(f"Got {experiment} and lists, expected one of them: an experiment, or --recommendations.")
-        table, where = outputs.table(folder), str(outputs.recommendations)
+            raise ConfigError(f"Got {experiment} and outputs, expected one of them.")
+        table, where = outputs.table(folder), str(outputs.source)
     elif experiment is None:
         table, where = experiments.quick_start(), "quick start"
     else:
@@ -156,8 +225,20 @@ def audit(
     made = experiments.experiment(overrides.apply(table), where)
     conditions = [Condition.parse(text, made.attributes, [each.name for each in made.marks]) for text in fail_if]
     command = shlex.join(["recleak", *sys.argv[1:]])
-    findings = audit_run(made, folder, workers=cores() if workers is None else workers, command=command)
+    cluster = None
+    if executor is not None:
+        from recleak.deploy.ray import RayCluster
+
+        cluster = RayCluster(executor, workers=workers)
+    if mlflow is not None:
+        from recleak import tracking
+
+        tracking.require()  # before hours of work
+    count = cores() if workers is None else workers
+    findings = audit_run(made, folder, workers=count, command=command, cluster=cluster)
     page = findings.report(folder / "report.html")
+    if mlflow is not None:
+        say(f"MLflow: {tracking.log(findings, folder, mlflow)}", to=err)
     if json_only:
         say_json(findings.as_json)
     else:
@@ -172,8 +253,10 @@ def audit(
 
 
 def _name(experiment: Path | None, outputs: Outputs) -> str:
-    if outputs.recommendations is not None:
-        return outputs.recommendations.stem
+    if outputs.recording is not None:
+        return outputs.recording.name
+    if outputs != _TRAINED:
+        return outputs.source.stem
     return "quickstart" if experiment is None else experiment.stem
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from recleak.data import catalog
 from recleak.data.catalog import CATALOG, Entry
-from recleak.data.columns import ColumnMap, Kind, Source
+from recleak.data.columns import ColumnMap, Source, kinds_of
 from recleak.errors import RecleakError
 from recleak.terminal import err, out, say, say_json
 
@@ -56,12 +56,6 @@ class TableOptions:
 
     def column_map(self) -> ColumnMap:
         """The options as the reader takes them."""
-        kinds: dict[str, Kind | None] = {}
-        for each in self.attribute:
-            name, _, kind = each.partition(":")
-            if kind not in ("", "categorical", "continuous"):
-                raise RecleakError(f"--attribute {each}: the kind is {kind!r}, expected categorical or continuous.")
-            kinds[name] = "categorical" if kind == "categorical" else "continuous" if kind == "continuous" else None
         facts: dict[str, Source] = {}
         for each in self.fact:
             name, _, column = each.partition("=")
@@ -75,7 +69,7 @@ class TableOptions:
             time=_source(self.time),
             separator=self.separator,
             user_id=_source(self.user_id),
-            attributes=kinds,
+            attributes=kinds_of(self.attribute),
             item_id=_source(self.item_id),
             facts=facts,
         )
@@ -213,17 +207,15 @@ def describe(
 
 
 def _told(interactions: Interactions) -> dict[str, Predictability | str]:
-    """How well a plain reader tells each attribute; ages in three groups, other numbers in halves. Or why it cannot."""
+    """How well a plain reader tells each attribute; ages and other numbers in three groups. Or why it cannot."""
     from recleak.data.predictability import attribute_auc
-    from recleak.data.prepare import age_groups, grouped
+    from recleak.data.prepare import in_groups
 
     found: dict[str, Predictability | str] = {}
     for name, kind in interactions.attributes.items():
         try:
             if kind == "continuous":
-                median = interactions.users[name].median()
-                edge = (float(median),) if isinstance(median, float) else ()
-                interactions = age_groups(interactions) if name == "age" else grouped(interactions, name, edge)
+                interactions = in_groups(interactions, name)
             found[name] = attribute_auc(interactions, name)
         except RecleakError as error:
             found[name] = str(error).splitlines()[0]

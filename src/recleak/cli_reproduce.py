@@ -69,7 +69,7 @@ def reproduce(
     from recleak.papers.base import load
     from recleak.papers.cells_file import as_json
     from recleak.papers.render import Report, places, show, write_markdown
-    from recleak.papers.reproduce import Selection, measure_all, plan, results_of
+    from recleak.papers.reproduce import Selection, measure_all, plan, results_of, with_data
 
     if seeds < 1 or workers < 1:
         raise RecleakError(f"Got --seeds {seeds} --workers {workers}, expected at least 1 of each.")
@@ -82,7 +82,10 @@ def reproduce(
         places(loaded, results.variant, cells, markdown_file)  # refused before, not after, hours of measuring
     failed = 0
     if run:
-        failed = measure_all(loaded, plan(results, cells, seeds), results.store, workers=workers)
+        runs, left_out = with_data(loaded, plan(results, cells, seeds))
+        for name, count in left_out.items():
+            say(f"{name}: data not available; {count} run{'s' * (count != 1)} left out.", to=err)
+        failed = measure_all(loaded, runs, results.store, workers=workers)
     report = Report.of(results, cells)
     show(report)
     if json_file is not None:

@@ -18,7 +18,7 @@ METRICS = {  # by question
     "community": ("auc", "excess", "accuracy"),
     "utility": ("hit@10", "hit@20", "ndcg@10", "ndcg@20"),
 }
-_FORM = re.compile(r"\s*([a-z][a-z-]*)\.([a-z0-9@%.-]+?)\s*(>=|<=|>|<)\s*([-+0-9.e]+)\s*", re.IGNORECASE)
+_FORM = re.compile(r"\s*([a-z][a-z0-9_-]*)\.([a-z0-9@%.-]+?)\s*(>=|<=|>|<)\s*([-+0-9.e]+)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 from rich.text import Text
 
-from recleak.errors import RecleakError
-from recleak.files import read_table, replace_table, replace_text
+from recleak.errors import DataError, RecleakError
+from recleak.files import read_json, read_table, refuse_links, replace_table, replace_text
 
 VERSION = 1
 SYSTEM = ("data", "model", "protocol", "defense")  # labels as the experiment gives them
@@ -76,6 +77,24 @@ _BULKY = ("risk",)  # not part of findings.json
 _COLORS = {"leaks": "red", "not found": "green", "cannot tell": "yellow", "not measured": "yellow"}
 
 
+class _About(BaseModel):
+    """What must be of these types, where it is there: reports are made from it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    title: str = ""
+    experiment: dict[str, Any] = {}
+    systems: list[dict[str, str]] = []
+    attacks: list[dict[str, Any]] = []
+    fingerprints: dict[str, str] = {}
+    notes: list[str] = []
+    level: float = Field(default=0.95, gt=0, lt=1)
+    validation: float = Field(default=0.25, gt=0, lt=1)
+    self_test: bool = False
+    environment: dict[str, str] = {}
+    command: str = ""
+
+
 class FindingsError(RecleakError):
     """A folder without findings that can be used."""
 
@@ -108,6 +127,8 @@ class Findings:
             given = rows.get(name, [])
             frame = given if isinstance(given, pl.DataFrame) else pl.DataFrame(given, schema=schema, orient="row")
             tables[name] = frame.select(pl.col(column).cast(kind) for column, kind in schema.items())
+            if tables[name].schema != schema:  # a column of objects stays one
+                raise ValueError(f"got the table {name} with {tables[name].schema!s:.200}, expected {schema!s:.200}")
         return cls({"version": VERSION, **about}, **tables)
 
     @property
@@ -128,13 +149,16 @@ class Findings:
         if not path.is_file():
             raise FindingsError(f"{folder}: no findings.json.\n  Give a folder that `recleak audit` wrote.")
         try:
-            about = json.loads(path.read_text(encoding="utf-8"))["about"]
+            refuse_links(folder)
+            about = read_json(path)["about"]
             if about["version"] != VERSION:
-                raise ValueError(f"version {about['version']!r}, expected {VERSION}")
+                raise ValueError(f"version {about['version']!r:.40}, expected {VERSION}")
+            _About.model_validate(about)
             rows = {name: read_table(folder / "findings" / f"{name}.parquet") for name in TABLES}
             return cls.of(about, rows)
-        except (ValueError, KeyError, TypeError, OSError, pl.exceptions.PolarsError) as error:
-            raise FindingsError(f"{path}: not findings of this version ({error}).\n  Audit again.") from error
+        except (ValueError, KeyError, TypeError, OSError, DataError, pl.exceptions.PolarsError) as error:
+            problem = f"{error!s:.500}".replace("\n", " ")
+            raise FindingsError(f"{path}: not findings of this version ({problem}).\n  Audit again.") from error
 
     @cached_property
     def as_json(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from recleak import random
 from recleak.attacks.base import WhichItems
 from recleak.attacks.membership import pairs_with_odds
 from recleak.data.interactions import Interactions
+from recleak.data.sequences import Transitions
 from recleak.errors import ConfigError
 from recleak.metrics.inference import (
     PerUser,
@@ -304,6 +305,16 @@ def _mean_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
     total: NDArray[np.float64] = np.where(known, values, 0.0).sum(0)
     count = known.sum(0)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def target_transitions(train: Interactions) -> dict[str, Tensor]:
+    """Everybody is an adversary, whose targets are its own transitions; see `attacks.transitions`."""
+    moves = Transitions.of(train)
+    return {
+        "transitions": torch.from_numpy(np.stack([moves.before, moves.item, moves.gap], axis=1)),
+        "offsets": torch.from_numpy(moves.offset),
+        "places": torch.from_numpy(moves.place),
+    }
 
 
 def own_items(train: Interactions) -> Tensor:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from recleak.errors import ConfigError, RecleakError
-from recleak.machine import cores, end_with_parent, interrupts_wait, kept_to, shares
+from recleak.machine import cores, end_with_parent, give_back, interrupts_wait, kept_to, shares
 from recleak.terminal import err, say
 
 _WIDE = 70  # characters from which there is room for a bar
@@ -51,12 +51,28 @@ class Outcome:
     problems: tuple[str, ...] = ()
 
 
-def do_all(jobs: Sequence[J], work: Work[J], *, workers: int = 1, what: str = "run") -> dict[int, Outcome]:
-    """All jobs, in order; how each went, by its place. `work` is a function of a module, or a partial of one."""
+class Cluster(Protocol):
+    """Other machines that do jobs (`deploy.ray`)."""
+
+    def outcomes(self, jobs: Sequence[Any], work: Work[Any]) -> Iterator[tuple[int, Outcome]]:
+        """How each job went, with its place, as they end."""
+        ...
+
+
+def do_all(
+    jobs: Sequence[J], work: Work[J], *, workers: int = 1, what: str = "run", cluster: Cluster | None = None
+) -> dict[int, Outcome]:
+    """All jobs, in order; how each went, by its place. `work` is a function of a module, or a partial of one.
+
+    With a cluster they are done there, and `workers` is its business.
+    """
     if workers < 1:
         raise ConfigError(f"workers is {workers}, expected at least 1.")
     workers = min(workers, max(1, len(jobs)))
-    outcomes = _here(jobs, work) if workers == 1 else _beside(jobs, work, workers)
+    if cluster is not None and jobs:
+        outcomes = cluster.outcomes(jobs, work)
+    else:
+        outcomes = _here(jobs, work) if workers == 1 else _beside(jobs, work, workers)
     done: dict[int, Outcome] = {}
     with Progress(len(jobs), what) as progress:
         try:
@@ -70,10 +86,11 @@ def do_all(jobs: Sequence[J], work: Work[J], *, workers: int = 1, what: str = "r
 
 def _here(jobs: Sequence[J], work: Work[J]) -> Iterator[tuple[int, Outcome]]:
     for place, job in enumerate(jobs):
-        yield place, _attempt(job, work, cores())
+        yield place, attempt(job, work, cores())
 
 
-def _attempt(job: J, work: Work[J], threads: int) -> Outcome:
+def attempt(job: J, work: Work[J], threads: int) -> Outcome:
+    """One job in this process; whatever goes wrong is told in the outcome."""
     begin, problems = time.perf_counter(), list[str]()
     try:
         problems.extend(work(job, threads) or ())
@@ -81,6 +98,7 @@ def _attempt(job: J, work: Work[J], threads: int) -> Outcome:
         problems.append(str(error))
     except Exception:
         problems.append(traceback.format_exc().rstrip())
+    give_back()
     return Outcome(time.perf_counter() - begin, tuple(problems))
 
 
@@ -161,7 +179,7 @@ def _child(connection: Connection, work: Work[J], threads: int, path: list[str])
             job = connection.recv()
         except EOFError:
             return
-        connection.send(_attempt(job, work, threads))
+        connection.send(attempt(job, work, threads))
 
 
 # --- progress -----------------------------------------------------------------------------------------------------

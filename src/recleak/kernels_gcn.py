@@ -195,7 +195,7 @@ def _head(
     starts: I64,
     rates: NDArray[np.float64],
     widths: I64,
-    user: F32,  # f32[d]
+    user: F32,  # f32[u]: as wide as an item, or not
     item: F32,  # f32[n, d]
     label: F32,  # f32[B]
     weight: F32,  # f32[B]
@@ -203,7 +203,7 @@ def _head(
     bounded: bool,
     bend: F32,  # f32[m]: what is added to the gradient of the last layer's weights
     scratch: tuple[I64, F32, F32, F32, F32],
-    user_gradient: F32,  # f32[d], written
+    user_gradient: F32,  # f32[u], written
     item_gradient: F32,  # f32[n, d], written
 ) -> float:
     """The weighted loss of one batch, its gradients with respect to user and items, and a step of the head.
@@ -212,15 +212,16 @@ def _head(
     """
     places, hidden, back, weight_gradient, summed = scratch
     n, d = item.shape
+    u = user.shape[0]
     layers = widths.shape[0] - 1
     m = widths[1]
-    matrix = params[starts[_HEAD] : starts[_HEAD + 1]].reshape(2 * d, m)
+    matrix = params[starts[_HEAD] : starts[_HEAD + 1]].reshape(u + d, m)
     bias = params[starts[_HEAD + 1] : starts[_HEAD + 2]]
     shift = summed[:m]  # until the gradient is summed there
     shift[:] = bias
-    _add_product(user, matrix[:d], shift)
+    _add_product(user, matrix[:u], shift)
     after = hidden[: n * m].reshape(n, m)
-    np.dot(item, matrix[d:], after)
+    np.dot(item, matrix[u:], after)
     _add_bias(after, shift, layers > 2)
     for layer in range(1, layers - 1):
         before, m, at = after, widths[layer + 1], starts[_HEAD + 2 * layer]
@@ -259,10 +260,10 @@ def _head(
         here = there
     m = widths[1]
     np.dot(item.T, here, weight_gradient[: d * m].reshape(d, m))
-    np.dot(here, matrix[d:].T, item_gradient)
-    _step(params[starts[_HEAD] + d * m : starts[_HEAD + 1]], weight_gradient[: d * m], rates[_HEAD])
+    np.dot(here, matrix[u:].T, item_gradient)
+    _step(params[starts[_HEAD] + u * m : starts[_HEAD + 1]], weight_gradient[: d * m], rates[_HEAD])
     _step(bias, summed[:m], rates[_HEAD + 1])
-    _step_product(user, matrix[:d], summed[:m], rates[_HEAD], user_gradient)
+    _step_product(user, matrix[:u], summed[:m], rates[_HEAD], user_gradient)
     return loss
 
 

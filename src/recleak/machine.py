@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -9,14 +10,23 @@ import signal
 import sys
 import threading
 from _thread import interrupt_main
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
+
+_most: int | None = None  # cores that this process uses, whatever it may
 
 
 def cores() -> int:
     """How many cores this process may use."""
     return len(_allowed())
+
+
+def use_at_most(cores: int) -> None:
+    """From now on: the others of this machine are somebody else's."""
+    global _most
+    _most = cores
 
 
 def shares(processes: int) -> list[list[int]]:
@@ -46,7 +56,27 @@ def kept_to(share: Collection[int]) -> Iterator[None]:
 
 
 def _allowed() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    found = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return list(found)[:_most]
+
+
+def give_back() -> None:
+    """Free memory goes back to the system, where the C library can do that (glibc).
+
+    It keeps what lies between small things that stay, and large tensors come and go by the thousand: without this, a
+    gossip of 1,083 nodes with 2.6 GB of parameters held 3 GB of such holes after 190 ticks.
+    """
+    if (trim := _trim()) is not None:
+        trim(0)
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # another system, or another C library
+        return None
+    return found
 
 
 @contextmanager

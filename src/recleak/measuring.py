@@ -9,43 +9,34 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import cached_property, partial
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from recleak import objects, random
 from recleak.accounting import averaging, ledger, participations
-from recleak.attacks.audience import ShadowLists
-from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import colluding
+from recleak.attacks.base import WhichItems
 from recleak.canaries import Canaries, plant
-from recleak.cells import MEMBERSHIP, Ask, Cell, metrics_of, ranks_of, split_of, whole_of
-from recleak.central import central_ledger, seen_history, shadow_lists, train_central
-from recleak.data.features import UserFeatures, classes_of, user_features
-from recleak.data.interactions import Interactions
+from recleak.cells import MEMBERSHIP, Cell, loaded, metrics_of, next_ranks_of, ranks_of, split_of, whole_of
+from recleak.central import central_ledger, train_central
+from recleak.data.sequences import leave_last_out
 from recleak.data.split import Split
-from recleak.defenses.base import Defense, all_components
-from recleak.defenses.blurme import fitted_to
-from recleak.defenses.feature_noise import with_categories
 from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import digest
 from recleak.files import replace_table, replace_text
-from recleak.grading import grade_communities, grade_holders, pairs_seen
-from recleak.metrics.comparison import is_known
-from recleak.models.base import Model
-from recleak.models.components import Component
-from recleak.protocols.centralized import Centralized, CentralizedModel
+from recleak.grading import pairs_seen
+from recleak.made import Made, made_of
+from recleak.protocols.centralized import Centralized, CentralizedModel, as_shown
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
 from recleak.protocols.published import Published
+from recleak.protocols.recorded import Recorded
+from recleak.protocols.vectors import Vectors
 from recleak.storing import (
     DELTA,
-    lookouts_of,
     store,
     store_attribute,
     store_bound,
@@ -53,109 +44,24 @@ from recleak.storing import (
     store_grades,
     store_mark,
     store_reason,
-    truth_of_communities,
-    truth_of_mark,
 )
-from recleak.training.attributes import PrivateAttributes, attributes_of
 from recleak.training.cohort import DivergedError
 from recleak.training.executor import InProcess
-from recleak.watching import Watching, spread
-from recleak.wire import Aggregator, Audience, Message, Peers, Server, Upload, Vantage
+from recleak.utility import union
+from recleak.wire import Aggregator, Server, Vantage
+from recleak.wiretap import Wiretap, no_sense, seeded
 
-_FAILED = "failed: why"  # in the state of a tap
-_FEATURES = ("gender", "age", "occupation")  # what models with user features read, where the data have it
+_ASKED = 2_000  # users that are asked about where nothing narrows the question down, and others' items of each
 _SCOUTS: Mapping[type[Vantage[Any]], str] = {Server: "random", Aggregator: "popularity-of-sums"}  # what pairs are asked
-_VANTAGES = {Federated: (Server, Aggregator), Gossip: (Peers,), Centralized: (Audience,), Published: (Audience,)}
-
-
-@dataclass(frozen=True, eq=False)
-class Made:
-    """The objects that a cell's settings name."""
-
-    split: Split
-    train: Interactions  # with canaries, if any
-    model: Model
-    protocol: Federated | Gossip | Centralized | Published
-    defense: Defense
-    features: UserFeatures | None
-    seed: int
-    attributes: PrivateAttributes | None = None  # of users, for a defense that protects them
-
-    @property
-    def components(self) -> tuple[Component, ...]:
-        """With the sharing policy in force."""
-        return all_components(self.model.components(), self.defense)
-
-    def knowledge(self, ask: Ask | None = None) -> Knowledge:
-        """What an adversary knows: the model, how clients train, the defense, and how popular items are.
-
-        Who is asked about an attribute knows that of some users, and which columns of the users' features encode it.
-        """
-        public = {"popularity": torch.from_numpy(self.split.train.popularity.astype(np.float32))}
-        if ask is not None and ask.community:
-            public["targets"] = self.targets
-        if ask is not None and ask.attribute:
-            label, _ = self.classes(ask)
-            known = is_known(np.arange(len(label)), ask.known)
-            public[f"labels of {ask.attribute}"] = torch.from_numpy(np.where(known, label, -1))
-            if isinstance(self.protocol, Published):
-                public |= {"history": self.history} if self.protocol.history else {}
-            elif isinstance(self.protocol, Centralized):
-                public |= {"history": self.history, **self._shadow(ask)}
-            elif self.features is not None and ask.attribute in self.features.groups:
-                columns = torch.arange(self.features.values.shape[1])[self.features.groups[ask.attribute]]
-                public[f"columns of {ask.attribute}"] = columns
-        return Knowledge(
-            self.model,
-            self.train.n_users,
-            self.train.n_items,
-            self.components,
-            self.protocol.local,
-            self.defense,
-            public,
-        )
-
-    @cached_property
-    def history(self) -> Tensor:
-        """What an outsider sees of what users did before lists are shown, f32[U, I]."""
-        return seen_history(self.defense, self.split, self.seed)
-
-    def _shadow(self, ask: Ask) -> dict[str, Tensor]:
-        """Lists of the adversary's own copy of the system, for an attack that reads them."""
-        if not issubclass(objects.find("attack", ask.settings["use"]), ShadowLists):  # type: ignore[arg-type]
-            return {}
-        known = is_known(np.arange(self.train.n_users), ask.known)
-        if ask.known not in self._copies:
-            self._copies[ask.known] = shadow_lists(self, known)
-        return self._copies[ask.known]
-
-    @cached_property
-    def _copies(self) -> dict[float, dict[str, Tensor]]:
-        return {}
-
-    @property
-    def targets(self) -> Tensor:
-        """Every user as an adversary that looks for who is similar to it, f32[U, I]."""
-        return torch.from_numpy((self.split.train.matrix().toarray() > 0).astype(np.float32))
-
-    def classes(self, ask: Ask) -> tuple[NDArray[np.int64], list[str]]:
-        """Each user's class of the attribute, i64[U]; in the audit's test of itself, in a random order."""
-        label, names = classes_of(self.split.train, ask.attribute)
-        if ask.shuffle:
-            have = np.flatnonzero(label >= 0)
-            mixed = have[random.bits(self.seed, "shuffled attribute", have).argsort()]
-            label = label.copy()
-            label[have] = label[mixed]
-        return label, names
 
 
 def measure(cell: Cell, threads: int) -> None:
     """Train, attack, grade, store. What is wrong for good is stored as the reason; other errors are raised."""
     replace_text(cell.path / "system.json", json.dumps(cell.description, indent=2) + "\n")
-    split = whole_of(cell.system.data) if cell.published else split_of(cell.system.data, cell.seed)
+    split = whole_of(cell.system.data) if cell.published else _split(cell)
     canaries = plant(split.train, spare=(split.valid, split.test), seed=cell.seed) if cell.canaries else None
     try:
-        _measure(cell, _made(cell, split, canaries), threads, canaries)
+        _measure(cell, made_of(cell, split, canaries), threads, canaries)
     except (ConfigError, DivergedError) as error:
         for ask in cell.asks:
             store_reason(cell, ask, str(error))
@@ -165,48 +71,29 @@ def measure(cell: Cell, threads: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _made(cell: Cell, split: Split, canaries: Canaries | None) -> Made:
-    """The objects; a model that reads user features gets those of the data, and learns how many there are."""
-    train, settings = split.train if canaries is None else canaries.train, dict(cell.system.settings)
-    features = None
-    if getattr(objects.find("model", settings["model"]["use"]), "needs_user_features", False):
-        rated = "rating" in split.train.rows.columns and not split.train.rows["rating"].null_count()
-        levels = sorted(split.train.rows["rating"].unique().to_list()) if rated else ()
-        attributes = [name for name in _FEATURES if name in split.train.attributes]
-        features = user_features(split.train, attributes=attributes, levels=levels if len(levels) > 1 else ())
-        settings["model"] = {"n_features": features.values.shape[1], **settings["model"]}
-    kind = objects.find("model", settings["model"]["use"])
-    if getattr(kind, "needs_labels", False):
-        protected = settings["model"].get("attributes", [name for name in _FEATURES if name in train.attributes])
-        classes = [len(classes_of(split.train, name)[1]) for name in protected]
-        settings["model"] = {"attributes": protected, "classes": classes, **settings["model"]}
-    model, protocol, defense = (objects.build(kind, settings[kind]) for kind in ("model", "protocol", "defense"))
-    if features is not None:
-        defense = with_categories(defense, [(each.start, each.stop) for each in features.groups.values()])
-    sizes = {name: len(classes_of(split.train, name)[1]) for name in _FEATURES if name in split.train.attributes}
-    defense = fitted_to(defense.for_attributes(sizes), split.train)
-    private = None
-    if defense.needs_attributes:
-        public = torch.from_numpy(is_known(np.arange(train.n_users), defense.insensitive))
-        private = attributes_of(split.train, sizes, public)
-    return Made(split, train, model, protocol, defense, features, cell.seed, private)
+def _split(cell: Cell) -> Split:
+    """What is held out: an item; or of a model of what comes next, the last check-in, wherever the user was before."""
+    kind = objects.find("model", cell.system.settings["model"]["use"])
+    if getattr(kind, "needs_transitions", False):
+        return leave_last_out(loaded(cell.system.data))
+    return split_of(cell.system.data, cell.seed)
 
 
 def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) -> None:
-    taps: dict[str, _Tap] = {}
+    taps: dict[str, Wiretap] = {}
     for ask in cell.asks:
-        attack = _seeded(objects.build("attack", ask.settings), ask.settings.get("seed", cell.seed))
-        reason = _no_sense(attack, made, ask)
+        attack = seeded(objects.build("attack", ask.settings), ask.settings.get("seed", cell.seed))
+        reason = no_sense(attack, made, ask)
         if reason is None:
             try:
-                taps[ask.key] = _Tap(attack, made, ask)
+                taps[ask.key] = Wiretap(attack, made, ask)
             except RecleakError as error:
                 reason = str(error)
         if reason is not None:
             store_reason(cell, ask, reason)
     seen = {taps[ask.key].attack.vantage for ask in cell.asks if ask.key in taps and ask.question == MEMBERSHIP}
     scouts = {
-        vantage: _Tap(objects.build("attack", {"use": name}), made)
+        vantage: Wiretap(objects.build("attack", {"use": name}), made)
         for vantage, name in _SCOUTS.items()
         if vantage in seen
     }
@@ -224,12 +111,20 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
         elif ask.mark is not None:
             store_mark(cell, ask, tap, made, rounds)
         elif canaries is None:
-            asked = pairs_seen(scouts[tap.attack.vantage].state(), made.train.n_items)
+            scout = scouts.get(tap.attack.vantage)
+            asked = _any_pairs(made) if scout is None else pairs_seen(scout.state(), made.train.n_items)
             store_grades(cell, ask, tap, asked, made, rounds)
         else:
             store_bound(cell, ask, tap, canaries.of(np.flatnonzero(rounds >= 0)))
     if canaries is None and trained is not None:
-        ranks = ranks_of(made.split, trained, cell.system.data, cell.seed)
+        data, seed = cell.system.data, cell.seed
+        if isinstance(made.protocol, Centralized) and isinstance(trained, CentralizedModel):
+            past = union(made.split.train, made.split.valid)
+            ranks = ranks_of(made.split, as_shown(made.protocol, trained, past, made.defense, made.seed), data, seed)
+        elif made.model.needs_transitions and not isinstance(trained, CentralizedModel):
+            ranks = next_ranks_of(made.split, trained, data, seed)
+        else:
+            ranks = ranks_of(made.split, trained, data, seed)
         replace_table(cell.path / "utility.parquet", metrics_of(ranks))
     entries = []
     if isinstance(made.protocol, Centralized) and isinstance(trained, CentralizedModel):
@@ -248,12 +143,15 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
 
 
 def _train(
-    cell: Cell, made: Made, taps: Mapping[str, _Tap], scouts: Sequence[_Tap], threads: int
+    cell: Cell, made: Made, taps: Mapping[str, Wiretap], scouts: Sequence[Wiretap], threads: int
 ) -> FederatedModel | GossipModel | CentralizedModel | None:
     """By the system's protocol, with all taps; users tell what they keep if an adversary plays one of them."""
     listening = [*taps.values(), *scouts]
-    if isinstance(made.protocol, Published):
+    if isinstance(made.protocol, Published | Vectors):
         made.protocol.send(made.train, listening)
+        return None
+    if isinstance(made.protocol, Recorded):
+        made.protocol.send(listening)
         return None
     if isinstance(made.protocol, Centralized):
         return train_central(made, made.split, listening, made.seed, cell.path / f"work-{digest(sorted(taps))}")
@@ -303,9 +201,11 @@ def _participations(made: Made, trained: FederatedModel | GossipModel) -> NDArra
 
 def _first_rounds(made: Made) -> NDArray[np.int64]:
     """The round in which each user took part first, i64[U]; -1: in none."""
+    if isinstance(made.protocol, Recorded):
+        return made.protocol.first_rounds(made.train.n_users)
     first = np.full(made.train.n_users, -1, np.int64)
     eligible = np.flatnonzero(made.train.activity).astype(np.int64)
-    if isinstance(made.protocol, Published):
+    if isinstance(made.protocol, Published | Vectors):
         first[made.protocol.users(made.train)] = 0
         return first
     if not isinstance(made.protocol, Federated):
@@ -316,85 +216,26 @@ def _first_rounds(made: Made) -> NDArray[np.int64]:
     return first
 
 
-# --- at the wire ------------------------------------------------------------------------------------------------------
+def _any_pairs(made: Made) -> WhichItems:
+    """Which items are a user's own, of all, where no message narrows them down: own items and others.
 
-
-class _Tap(Watching[Any, Any]):
-    """An attack that listens; of uploads perhaps to one role's part only: the changes of all others read as zero.
-
-    Which rows are sent stays visible. An attack that cannot go on does not end the run for the others. One on
-    communities is graded after every round.
+    Of at most so many users who have vectors and items; of each its own items, and at most so many others, both drawn.
     """
-
-    def __init__(self, attack: Any, made: Made, ask: Ask | None = None) -> None:
-        knowledge, users = made.knowledge(ask), torch.arange(made.train.n_users)
-        question, grade = None, None
-        if ask is not None and ask.community:
-            question, truth = WhoBelongs(users, users), truth_of_communities(made, ask)
-            grade = partial(grade_communities, truth=truth, size=ask.community, leader=users)
-        leader: Tensor | None = users
-        if ask is not None and ask.mark is not None:
-            leader = lookouts_of(made, attack)
-            targets = torch.from_numpy(ask.mark.items(made.split.train)).float()
-            public = {"targets": targets.expand(1 if leader is None else len(leader), -1)}
-            public |= {} if leader is None else {"leaders": leader}
-            knowledge = replace(knowledge, public={**knowledge.public, **public})
-            question = WhoBelongs(torch.arange(len(public["targets"])), users)
-            grade = partial(grade_holders, truth=truth_of_mark(made, ask), leader=leader)
-        if attack.vantage is Peers:
-            groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed)[leader]
-            knowledge = replace(knowledge, public={**knowledge.public, "groups": groups})
-        vantage = Peers(groups) if attack.vantage is Peers else attack.vantage()
-        super().__init__(vantage, attack, knowledge, question, grade, spread(made.protocol.rounds))
-        self.failed: str | None = None  # why it could not go on
-        role = "" if ask is None else ask.role
-        self._names = {part.name for part in made.components if _has_role(part, role)} if role else None
-
-    def receive(self, message: Message) -> None:
-        """The message, with zeros for what is not listened to."""
-        if isinstance(message, Upload) and (names := self._names) is not None:
-
-            def keep(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
-                return tensor if name in names else torch.zeros_like(tensor)
-
-            message = replace(message, update=message.update.map(keep))
-        if self.failed is None:
-            try:
-                super().receive(message)
-            except RecleakError as error:
-                self.failed = str(error)
-
-    def state(self) -> dict[str, Tensor]:
-        """The attack's, and its failure."""
-        failed = {} if self.failed is None else {_FAILED: torch.tensor(list(self.failed.encode()), dtype=torch.uint8)}
-        return {**super().state(), **failed}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Both."""
-        super().restore({name: value for name, value in state.items() if name != _FAILED})
-        if _FAILED in state:
-            self.failed = bytes(state[_FAILED].tolist()).decode()
-
-
-def _has_role(part: Component, role: str) -> bool:
-    return role in (part.role, f"{part.role}.{part.layer}")
-
-
-def _seeded(attack: Any, seed: int) -> Any:
-    """The adversary's own draws differ from seed to seed, unless the settings give one."""
-    if is_dataclass(attack) and not isinstance(attack, type) and "seed" in {each.name for each in fields(attack)}:
-        return replace(attack, seed=seed)
-    return attack
-
-
-def _no_sense(attack: Any, made: Made, ask: Ask) -> str | None:
-    """Why an attack cannot be run against a system, if so."""
-    if attack.vantage not in _VANTAGES[type(made.protocol)]:
-        return f"There is no vantage point {attack.vantage.__name__} in this protocol."
-    if attack.vantage is Server and made.defense.secure_aggregation:
-        return "Secure aggregation: no upload of a single client reaches the server. Attack the sums instead."
-    if ask.role and attack.vantage is not Server:
-        return "A sum is not read by parts."
-    if ask.role and not any(part.shared and _has_role(part, ask.role) for part in made.components):
-        return f"Nothing of the role {ask.role} is sent."
-    return None
+    if not isinstance(made.protocol, Vectors):
+        raise AssertionError("only asked of vectors")
+    matrix, users = made.train.matrix(), made.protocol.users(made.train)
+    users = users[made.train.activity[users] > 0]
+    if not len(users):
+        raise ConfigError(
+            "No user with a vector has an item, expected some.\n  Check that vectors and items use the same ids."
+        )
+    users = np.sort(users[random.bits(0, "asked users", users).argsort()[:_ASKED]])
+    client, item = [], []
+    for user in users.tolist():
+        own = matrix.indices[matrix.indptr[user] : matrix.indptr[user + 1]].astype(np.int64)
+        others = np.setdiff1d(np.arange(made.train.n_items), own, assume_unique=True)
+        if len(others) > _ASKED:
+            others = others[random.bits(0, "asked items", user, others).argsort()[:_ASKED]]
+        item.append(np.sort(np.concatenate([own, others])))
+        client.append(np.full(len(item[-1]), user))
+    return WhichItems(torch.from_numpy(np.concatenate(client)), torch.from_numpy(np.concatenate(item)))

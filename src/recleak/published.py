@@ -42,28 +42,10 @@ def experiment_of(
     """The experiment on some files, as a table; what it needs is written into the folder."""
     lists, notes = read_lists(recommendations, columns)
     people, more = read_users(users, columns)
-    notes += more
-    pairs = [lists.select(_ids("user"), _ids("item"), pl.lit(0.0).alias("rating"))]
-    if interactions is not None:
-        events, more = read_events(interactions, columns)
-        notes += more
-        pairs.append(events.select(_ids("user"), _ids("item"), pl.lit(1.0).alias("rating")))
-    whole = Interactions.build(pl.concat(pairs), people, notes=notes)
-    if interactions is not None:
-        shown = set(lists["user"].cast(pl.String))
-        both = whole.rows["rating"].to_numpy() == 1
-        unlisted = len(set(pairs[1]["user"]) - shown)
-        notes = [
-            Note("users with interactions but without a list; they are not graded", unlisted, file=recommendations.name)
-        ]
-        whole = Interactions(whole.rows.filter(both), whole.users, whole.items, (*whole.notes, *notes))
-    whole = Interactions(
-        whole.rows.drop("rating").rechunk(), whole.users, whole.items, tuple(n for n in whole.notes if n.count)
-    )
-    chosen = _chosen(whole, attributes, users)
-    data = folder / GIVEN / f"data-{whole.fingerprint[:12]}"
-    if not (data / store.MANIFEST).exists():
-        store.save(whole, data, name=recommendations.stem)
+    shown = lists.select(_ids("user"), _ids("item"))
+    whole = data_of(shown, people, [*notes, *more], interactions, columns, f"a list in {recommendations.name}")
+    chosen = chosen_attributes(whole, attributes, users)
+    data = stored_data(whole, folder, recommendations.stem)
     table = lists.select(_ids("user"), _ids("item"), "session", "rank")
     digest = hashlib.sha256(table.write_ipc(None, compression="uncompressed").getvalue()).hexdigest()[:16]
     file = folder / GIVEN / f"lists-{digest}.parquet"
@@ -89,6 +71,38 @@ def experiment_of(
     }
 
 
+def data_of(
+    pairs: pl.DataFrame,
+    people: pl.DataFrame,
+    notes: Sequence[Note],
+    interactions: Path | None,
+    columns: ColumnMap,
+    output: str,
+) -> Interactions:
+    """Users and items of some outputs (user, item), with what users did as rows; without that, the outputs as rows."""
+    events, told = [pairs.with_columns(pl.lit(0.0).alias("rating"))], list(notes)
+    if interactions is not None:
+        did, more = read_events(interactions, columns)
+        told += more
+        events.append(did.select(_ids("user"), _ids("item"), pl.lit(1.0).alias("rating")))
+    whole = Interactions.build(pl.concat(events), people, notes=told)
+    rows, kept = whole.rows, list(whole.notes)
+    if interactions is not None:
+        rows = rows.filter(rows["rating"] == 1)
+        without = len(set(events[1]["user"]) - set(pairs["user"]))
+        kept.append(Note(f"users with interactions but without {output}; they are not graded", without))
+    kept = [note for note in kept if note.count]
+    return Interactions(rows.drop("rating").rechunk(), whole.users, whole.items, tuple(kept))
+
+
+def stored_data(whole: Interactions, folder: Path, name: str) -> Path:
+    """The data of an audit in its run directory."""
+    data = folder / GIVEN / f"data-{whole.fingerprint[:12]}"
+    if not (data / store.MANIFEST).exists():
+        store.save(whole, data, name=name)
+    return data
+
+
 def _attacks(history: bool) -> list[dict[str, Any]]:
     """Lists alone by several learners; with a history, both together too."""
     found = [
@@ -103,26 +117,34 @@ def _attacks(history: bool) -> list[dict[str, Any]]:
     return found
 
 
-def _chosen(data: Interactions, wanted: Sequence[str], file: Path) -> list[str]:
-    """The attributes that are asked about: as given, or all that have classes."""
+def chosen_attributes(data: Interactions, wanted: Sequence[str], file: Path) -> list[str]:
+    """The attributes that are asked about: as given, or all numbers, and all whose classes are few enough."""
     kinds = data.attributes
     for name in wanted:
         if name not in kinds:
             raise unknown_name(f"attribute in {file.name}", name, kinds)
-    able = [name for name, kind in kinds.items() if kind == "categorical" or name == "age"]
-    able = [name for name in able if data.users[name].drop_nulls().n_unique() > 1 and _enough(data.users[name])]
+    problems = {name: _problem(data.users[name], kind) for name, kind in kinds.items()}
+    able = [name for name, problem in problems.items() if not problem]
     if not (wanted or able):
+        found = "; ".join(f"{name}: {problem}" for name, problem in problems.items()) or "no column beside the ids"
         raise ConfigError(
-            f"{file}: no column that could be inferred, got {', '.join(kinds) or 'none'} beside the users' ids; "
-            "expected one with classes, such as gender.\n  Numbers other than `age` have to be cut into groups first."
+            f"{file}: no column that could be inferred ({found}), expected one with classes, such as gender, or a "
+            f"number, known of at least {LEAST} users.\n"
+            "  Give a table with more, or name a column that is to be tried all the same: --attribute NAME."
         )
     return list(wanted) or able
 
 
-def _enough(values: pl.Series) -> bool:
-    """Whether classes are few enough to be told apart: names and zip codes are not."""
+def _problem(values: pl.Series, kind: str) -> str:
+    """Why a column is not asked about, if so: names and zip codes have too many values to be told apart."""
     known = values.drop_nulls()
-    return len(known) >= LEAST and (known.dtype.is_float() or known.n_unique() <= max(2, len(known) // LEAST))
+    if len(known) < LEAST:
+        return f"known of {len(known)} users"
+    if known.n_unique() < 2:
+        return "the same for all users"
+    if kind == "categorical" and known.n_unique() > max(2, len(known) // LEAST):
+        return f"{known.n_unique():,} values for {len(known):,} users"
+    return ""
 
 
 def _ids(name: str) -> pl.Expr:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import pydantic
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recleak.attacks.base import Attack, Knowledge, State
 from recleak.errors import DataError
+from recleak.files import read_bytes, read_json, refuse_links
 from recleak.models.components import Component
 from recleak.wire import M, Message, MessageError, Vantage, copied, decode, encode
 
@@ -108,8 +109,8 @@ class Part(pydantic.BaseModel, extra="forbid", frozen=True):
     name: str
     storage: Literal["per_user", "per_item", "dense"]
     role: Literal["user", "item", "head"]
-    shape: tuple[int, ...]
-    layer: int | None
+    shape: Annotated[tuple[Annotated[int, pydantic.Field(ge=0, lt=2**31)], ...], pydantic.Field(max_length=16)]
+    layer: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None
     shared: bool
 
 
@@ -195,6 +196,7 @@ class Recorder:
     def _cut(self, count: int) -> None:
         """Keeps the first messages; whenever this is interrupted, the folder is a recording that can be replayed."""
         path = self.directory / MANIFEST
+        refuse_links(self.directory)
         if path.is_file():
             there = read_manifest(self.directory)
             for field in ("source", "vantage", "components"):
@@ -230,13 +232,14 @@ def read_manifest(directory: Path) -> Manifest:
     if not path.is_file():
         raise DataError(f"no {MANIFEST}", file=directory, remedy="Give a folder that a Recorder wrote.")
     try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except (ValueError, pydantic.ValidationError) as error:
-        raise DataError(f"not a valid manifest ({error})", file=path, remedy="Record again.") from error
+        return Manifest.model_validate(read_json(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"not a valid manifest ({error!s:.500})", file=path, remedy="Record again.") from error
 
 
 def replay(directory: Path) -> Iterator[Message]:
     """The messages of a recording, one at a time, each checked. Of an unfinished one, all that were written whole."""
+    refuse_links(directory)
     manifest = read_manifest(directory)
     lines = _lines(directory)
     path = directory / DIGESTS
@@ -253,7 +256,7 @@ def replay(directory: Path) -> Iterator[Message]:
 def _read(directory: Path, name: str, line: bytes) -> Message:
     path = directory / name
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise DataError(f"not readable ({error})", file=path, remedy="A file is missing; record again.") from error
     if _line(data, name) != line:
@@ -271,7 +274,7 @@ def _lines(directory: Path) -> list[bytes]:
     path = directory / DIGESTS
     if not path.is_file():
         return []
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [line for line in read_bytes(path, 1 << 32).splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _name(number: int) -> str:

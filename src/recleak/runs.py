@@ -43,9 +43,9 @@ from recleak.data.features import classes_of
 from recleak.data.sampling import evaluation_candidates
 from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import Data, Experiment, System, canonical
-from recleak.files import replace_text
+from recleak.files import read_json, replace_text
 from recleak.findings import Findings
-from recleak.jobs import Outcome, do_all
+from recleak.jobs import Cluster, Outcome, do_all
 from recleak.machine import cores
 from recleak.measuring import measure
 from recleak.summary import tables
@@ -61,14 +61,21 @@ class RunError(RecleakError):
     """A run in which something went wrong; what was measured is stored."""
 
 
-def audit_run(experiment: Experiment, folder: Path, *, workers: int = 1, command: str = "") -> Findings:
-    """Measure what is missing, then write findings into the folder."""
+def audit_run(
+    experiment: Experiment, folder: Path, *, workers: int = 1, command: str = "", cluster: Cluster | None = None
+) -> Findings:
+    """Measure what is missing, here or on a cluster, then write findings into the folder."""
+    if cluster is not None and any(is_published(system) for system in experiment.systems):
+        raise ConfigError(
+            "Got lists that exist already and a cluster, expected one of them: nothing is trained, and the files are "
+            "here.\n  Leave the executor out."
+        )
     loaded.cache_clear()  # data may have changed since
     with locked(folder):
         _begin(experiment, folder)
         plan = _Plan(experiment, folder)
         jobs = plan.missing()
-        outcomes = do_all(jobs, work, workers=workers, what="cell")
+        outcomes = do_all(jobs, work, workers=workers, what="cell", cluster=cluster)
         _log(folder, [(job.label, outcomes[place]) for place, job in enumerate(jobs) if place in outcomes])
         findings = plan.findings(command)
         findings.write(folder)
@@ -301,15 +308,18 @@ def _begin(experiment: Experiment, folder: Path) -> None:
 def _is_run(folder: Path) -> bool:
     try:
         Experiment.model_validate_json((folder / "experiment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return True
 
 
 def _log(folder: Path, done: Sequence[tuple[str, Outcome]]) -> None:
     file = folder / "log.json"
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    try:
+        before = read_json(file) if file.exists() else []
+    except (OSError, ValueError):
+        before = []  # it only says how long things took
     here = {"machine": platform.machine(), "cores": cores()}
     new = [{"job": label, "seconds": round(outcome.seconds, 2), **here} for label, outcome in done]
     if new:
-        replace_text(file, json.dumps([*before, *new], indent=1) + "\n")
+        replace_text(file, json.dumps([*(before if isinstance(before, list) else []), *new], indent=1) + "\n")

@@ -28,7 +28,7 @@ from recleak.watching import Watching
 from recleak.wire import Server
 
 if TYPE_CHECKING:
-    from recleak.measuring import Made
+    from recleak.made import Made
 
 _LOOKOUTS = 50  # users who play the adversary that looks for holders of a mark
 DELTA = 1e-6  # of ledger and canaries; times the canaries it must be far below 1 - their level

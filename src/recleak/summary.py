@@ -5,7 +5,6 @@ Every number is of the users on whom the attacker was not chosen (`audited`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -25,6 +24,7 @@ from recleak.audited import (
     has_utility,
     nothing,
     per_user,
+    stored,
 )
 from recleak.cells import COMMUNITY, MEMBERSHIP, loaded
 from recleak.files import read_table
@@ -47,6 +47,7 @@ _ADD = {
     "not found": "The {what} add little to that, or nothing.",
     "cannot tell": "Whether the {what} add to that is uncertain: more users or seeds would tell.",
 }
+_SEEN = {"Audience": "lists", "Holder": "vectors"}
 _WHAT = {MEMBERSHIP: "a user's own items from the others", COMMUNITY: "who is in a user's community from who is not"}
 _TOO_FEW = "Too few pairs that are not own items to tell."
 _NULLS = {
@@ -58,6 +59,9 @@ _NULLS = {
     "proportional": "who guesses by how frequent the classes are",
     "majority-of-audience": "who always says the most frequent class",
     "proportional-of-audience": "who guesses by how frequent the classes are",
+    "majority-of-holder": "who always says the most frequent class",
+    "proportional-of-holder": "who guesses by how frequent the classes are",
+    "popular-items": "who only knows which items are popular",
     "from-history": "who reads what users did and no list",
     "random users": "who guesses at random",
     "activity": "who only sees how many item rows each client sends",
@@ -152,7 +156,7 @@ def _verdict(audited: Audited, contest: Contest) -> dict[str, Any]:
         found |= {"null_high": beside["high"], "excess": excess.value}
         found |= {"excess_low": excess.low, "excess_high": excess.high}
         found["verdict"] = "leaks" if excess.low > 0 else "not found" if excess.high <= _SMALL else "cannot tell"
-        add = _ADD[found["verdict"]].format(what="lists" if attack.vantage == "Audience" else "uploads")
+        add = _ADD[found["verdict"]].format(what=_SEEN.get(attack.vantage, "uploads"))
         words += f"; somebody {_NULLS.get(null.ask.name, null.ask.name)}, with {_range(beside)}. {add}"
     return {**found, "words": words}
 
@@ -225,13 +229,13 @@ def _correct(rows: Rows) -> None:
 
 def _ledger(audited: Audited) -> Rows:
     files = [cell.path / "facts.json" for cell in audited.cells]
-    stored = [json.loads(file.read_text(encoding="utf-8"))["ledger"] for file in files if file.exists()]
-    entries = [max(same, key=_spent) for same in zip(*filter(None, stored), strict=True)]  # of the costliest seed
+    spent = [stored(file, "ledger")["ledger"] for file in files if file.exists()]
+    entries = [max(same, key=_spent) for same in zip(*filter(None, spent), strict=True)]  # of the costliest seed
     bounds = []
     for cell in audited.canaries:
         for ask in cell.asks:
             file = cell.path / f"{ask.key}.json"
-            if file.exists() and (bound := json.loads(file.read_text(encoding="utf-8")).get("bound")):
+            if file.exists() and (bound := stored(file).get("bound")):
                 bounds.append(bound)
     shown = {"canaries": None, "at_least": None, "level": None}
     if bounds:

@@ -4,12 +4,11 @@ A protocol sends messages; a vantage point decides which of them an adversary re
 Every message has a form in bytes (safetensors, nothing is ever unpickled), and `decode` believes nothing it is given.
 
 Axis letters: C clients, N rows of all clients, I items, n pushes, B users with a list, K places in a list, A groups of
-adversaries.
+adversaries, J items with a vector, d coordinates of a vector.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from recleak.errors import RecleakError
+from recleak.strict_json import parse_json
 from recleak.update import Update
 
 VERSION = 1  # of the form in bytes
@@ -96,11 +96,22 @@ class Disclosure:
     labels: dict[str, Tensor]  # i64[C]: the class of an attribute, by its name
 
 
-Message = Broadcast | Upload | Aggregate | Push | Recommendations | Disclosure
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """Vectors of users, and maybe of items, that somebody got hold of: a partner, an insider, a thief."""
+
+    user: Tensor  # i64[B]
+    vector: Tensor  # f32[B, d]
+    item: Tensor  # i64[J]
+    item_vector: Tensor  # f32[J, d]
+
+
+Message = Broadcast | Upload | Aggregate | Push | Recommendations | Disclosure | Embeddings
 ServerMessage = Broadcast | Upload | Aggregate | Disclosure
 AggregatorMessage = Broadcast | Aggregate | Disclosure
 PeerMessage = Push | Disclosure
 AudienceMessage = Recommendations | Disclosure
+HolderMessage = Embeddings | Disclosure
 
 # --- vantage points ---------------------------------------------------------------------------------------------------
 
@@ -186,9 +197,18 @@ class Audience(Vantage[AudienceMessage]):
         return message if isinstance(message, (Recommendations, Disclosure)) else None
 
 
+@dataclass(frozen=True)
+class Holder(Vantage[HolderMessage]):
+    """Somebody who holds the vectors of users, and maybe of items."""
+
+    def sees(self, message: Message) -> HolderMessage | None:
+        """Embeddings and disclosures."""
+        return message if isinstance(message, (Embeddings, Disclosure)) else None
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
-Kind = Literal["broadcast", "upload", "aggregate", "push", "recommendations", "disclosure"]
+Kind = Literal["broadcast", "upload", "aggregate", "push", "recommendations", "disclosure", "embeddings"]
 
 
 class MessageError(RecleakError):
@@ -274,6 +294,9 @@ def _flatten(message: Message) -> _Flat:
         case Disclosure():
             tensors = {"client": message.client} | _keys("values", message.values) | _keys("labels", message.labels)
             return _Flat("disclosure", {}, tensors)
+        case Embeddings():
+            tensors = {"user": message.user, "vector": message.vector}
+            return _Flat("embeddings", {}, tensors | {"item": message.item, "item_vector": message.item_vector})
 
 
 def _build(flat: _Flat) -> Message:
@@ -295,6 +318,8 @@ def _build(flat: _Flat) -> Message:
             return Recommendations(round_, tensors["user"], tensors["item"])
         case "disclosure":
             return Disclosure(tensors["client"], table("values"), table("labels"))
+        case "embeddings":
+            return Embeddings(*(tensors[name] for name in _TENSORS["embeddings"]))
 
 
 def _keys(field: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -304,12 +329,15 @@ def _keys(field: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _header(data: bytes) -> _Header:
     """The metadata of bytes that safetensors has found sound: 8 bytes of length, then JSON."""
     end = 8 + int.from_bytes(data[:8], "little")
-    text = (json.loads(data[8:end]).get("__metadata__") or {}).get("recleak")
+    try:
+        text = (parse_json(data[8:end]).get("__metadata__") or {}).get("recleak")
+    except (ValueError, AttributeError) as error:
+        raise MessageError(f"got a header that is no plain JSON ({error!s:.200}).") from error
     if text is None:
         raise MessageError("got safetensors without the metadata `recleak`, expected what `encode` writes.")
     try:
-        version = json.loads(text)["version"]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        version = parse_json(text)["version"]
+    except (ValueError, LookupError, TypeError) as error:
         raise MessageError(f"got metadata {text[:80]!r}, expected a JSON object with a version.") from error
     if version != VERSION:
         raise MessageError(f"got version {version!r:.40}, expected {VERSION}. Read it with the recleak that wrote it.")
@@ -347,6 +375,7 @@ _NUMBERS: dict[Kind, tuple[str, ...]] = {
     "push": ("round",),
     "recommendations": ("round",),
     "disclosure": (),
+    "embeddings": (),
 }
 # An axis letter means the same size wherever it stands in a message, * is any shape, and a field that ends with a slash
 # holds any number of named tensors. The field that gives a letter its size comes first.
@@ -364,6 +393,7 @@ _TENSORS: dict[Kind, dict[str, str]] = {
     "push": {"sender": "i64[n]", "receiver": "i64[n]", "model": "i64[n]", "params/": "f32[m, *]"},
     "recommendations": {"user": "i64[B]", "item": "i64[B, K]"},
     "disclosure": {"client": "i64[C]", "values/": "f32[C, *]", "labels/": "i64[C]"},
+    "embeddings": {"user": "i64[B]", "vector": "f32[B, d]", "item": "i64[J]", "item_vector": "f32[J, d]"},
 }
 _SHORT = {torch.float32: "f32", torch.int64: "i64", torch.bool: "bool"}
 
@@ -400,6 +430,11 @@ def _check(flat: _Flat) -> None:
         item, shown = tensors["item"], tensors["item"] >= 0
         _require(_all_within(item, -1, None), flat, "an item below -1", "items from 0, and -1 where a list has ended")
         _require(not bool((shown[:, 1:] & ~shown[:, :-1]).any()), flat, "an item after -1", "-1 at the end only")
+    elif flat.kind == "embeddings":
+        _require(_all_within(tensors["item"], 0, None), flat, "a negative item", "numbers from 0")
+        for name in ("user", "item"):
+            distinct = len(torch.unique(tensors[name])) == len(tensors[name])
+            _require(distinct, flat, f"the same {name} twice", "one vector for each")
     if flat.kind == "aggregate":
         total = flat.table("total")
         for name, count in flat.table("touched").items():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recleak.defenses.base import Defense
 from recleak.models.base import Model
-from recleak.models.components import Component
+from recleak.models.components import Component, public_part
 from recleak.training.cohort import LocalTraining
 from recleak.wire import M, Vantage
 
@@ -26,7 +26,10 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """What an adversary knows beside messages. The audit builds it for a threat model and prints it with a finding."""
+    """What an adversary knows beside messages. The audit builds it for a threat model and prints it with a finding.
+
+    Of a model that comes with values, such as a `TorchModel`, an adversary gets no row of a user.
+    """
 
     model: Model  # the architecture is public
     n_users: int
@@ -35,6 +38,10 @@ class Knowledge:
     training: LocalTraining | None = None  # how clients train: a server tells them, so it knows
     defense: Defense = field(default_factory=Defense)  # the mechanism in force, never its draws: an adversary adapts
     public: Mapping[str, Tensor] = field(default_factory=dict)  # e.g. `popularity` f32[I], or a peer's own `groups`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model.public())
+        object.__setattr__(self, "components", tuple(public_part(part) for part in self.components))
 
     def __str__(self) -> str:
         lines = [f"model: {self.model}", f"users: {self.n_users:,}", f"items: {self.n_items:,}"]

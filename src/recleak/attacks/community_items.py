@@ -11,7 +11,6 @@ from torch import Tensor
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichItems, WhoBelongs
 from recleak.attacks.community import (
-    NUMBERS,
     TINY,
     UNSEEN,
     WEIGHT,
@@ -23,6 +22,7 @@ from recleak.attacks.community import (
 )
 from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.errors import ConfigError
+from recleak.kernels_moved import add_models, similar_by_moved, spread_apart
 from recleak.models.mf import GMF
 from recleak.wire import Disclosure, PeerMessage, Peers, Push, Server, ServerMessage
 
@@ -112,17 +112,13 @@ class PeerCommunityThroughItems:
         of_model = torch.empty(len(models), dtype=torch.int64).index_copy_(0, message.model, message.sender)
         adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
         pair = torch.unique(torch.stack([adversary, message.model[push]]), dim=1)  # colluders may receive a model twice
-        targets, size, step = targets_of(knowledge), mean_items(knowledge), max(1, NUMBERS // models[0].numel())
-        total, count = state["sum"].clone(), state["count"].clone()
-        for who, what in zip(*(torch.split(each, step) for each in pair), strict=True):
-            total.index_add_(0, who, models[what])
-            count.index_add_(0, who, torch.ones(len(who)))
-            known = state["weight"][who] > 0
-            who, what = who[known], what[known]
-            if len(who):
-                along = None if direction is None else direction[what]
-                score = _of_moved_rows(models[what] - state["common"][who], along, targets[who], size)
-                state = PeerCommunity(keep=self.keep).keeping(state, who, of_model[what], score)
+        total, count = state["sum"].clone(), state["count"] + torch.bincount(pair[0], minlength=len(state["count"]))
+        add_models(models.numpy(), *pair.numpy(), total.numpy())
+        who, what = pair[:, state["weight"][pair[0]] > 0]
+        if len(who):
+            along, targets = None if direction is None else direction[what], targets_of(knowledge)
+            score = _of_moved_rows(models, state["common"], who, what, along, targets, mean_items(knowledge))
+            state = PeerCommunity(keep=self.keep).keeping(state, who, of_model[what], score)
         return {**state, "sum": total, "count": count}
 
 
@@ -147,23 +143,30 @@ def _next_tick(state: State, tick: int) -> State:
     return {**state, **fresh, "common": common, "weight": weight}
 
 
-def _of_moved_rows(apart: Tensor, direction: Tensor | None, targets: Tensor, size: int) -> Tensor:
-    """Jaccard of the rows that moved most with the targets: f32[k, I, d], f32[k, d] and f32[k, I] -> f32[k]."""
-    along = leading_direction(apart) if direction is None else direction
-    moved = (apart @ along.unsqueeze(2)).squeeze(2)
-    top = moved.topk(min(size, moved.shape[1]), dim=1).indices
-    both = targets.gather(1, top).sum(1)
-    return both / (targets.sum(1) + top.shape[1] - both).clamp(min=1)
+def _of_moved_rows(
+    models: Tensor, common: Tensor, who: Tensor, what: Tensor, direction: Tensor | None, targets: Tensor, size: int
+) -> Tensor:
+    """Jaccard of the rows that moved most with the targets, for pairs of an adversary and a model, f32[k].
 
-
-def leading_direction(rows: Tensor) -> Tensor:
-    """The direction in which rows differ most from 0, f32[n, I, d] -> f32[n, d], towards the few large ones: the third
-    moment of the projections is positive.
+    f32[m, I, d], f32[A, I, d], i64[k] twice, f32[k, d] and f32[A, I]. Without a direction it is the one in which the
+    rows differ most from 0, towards the few large ones: the third moment of the projections is positive.
     """
-    _, vectors = torch.linalg.eigh(rows.transpose(1, 2) @ rows)
-    along: Tensor = vectors[:, :, -1]
-    cubes = (rows @ along.unsqueeze(2)).squeeze(2).pow(3).sum(1)
-    return along * torch.where(cubes < 0, -1.0, 1.0).unsqueeze(1)
+    pairs = (models.contiguous().numpy(), common.numpy(), who.contiguous().numpy(), what.contiguous().numpy())
+    along = direction
+    if along is None:
+        spread = torch.empty(len(who), models.shape[2], models.shape[2], dtype=torch.float64)
+        spread_apart(*pairs, spread.numpy())
+        along = torch.linalg.eigh(spread).eigenvectors[:, :, -1].float()
+    score = torch.empty(len(who))
+    similar_by_moved(
+        *pairs,
+        along.contiguous().numpy(),
+        direction is not None,
+        targets.contiguous().numpy(),
+        min(size, models.shape[1]),
+        score.numpy(),
+    )
+    return score
 
 
 def _table(knowledge: Knowledge) -> str:

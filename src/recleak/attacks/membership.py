@@ -24,6 +24,7 @@ from recleak import random
 from recleak.attacks.base import Knowledge, State, WhichItems
 from recleak.errors import ConfigError
 from recleak.models.base import Params
+from recleak.models.components import require_names
 from recleak.update import Update
 from recleak.wire import Aggregate, Aggregator, AggregatorMessage, Broadcast, Server, ServerMessage, Upload
 
@@ -393,6 +394,7 @@ class KMeans(FromUploads):
 
     def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
         """The rows of the more coherent cluster, client by client."""
+        require_names("component", [self.component], update.rows)
         vectors = (received[self.component][update.item] + update.rows[self.component]).flatten(1).double().numpy()
         claimed = np.zeros(len(vectors), bool)
         for client, low, high in zip(update.client.tolist(), *_bounds(update), strict=True):
@@ -424,6 +426,7 @@ class FarthestRows(FromUploads):
     def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
         """How far each row moved, by its logarithm, in standard deviations among the rows of its client."""
         size = update.offset.diff().clamp(min=1)
+        require_names("component", [self.component], update.rows)
         far = update.rows[self.component].flatten(1).norm(dim=1).clamp(min=_LEAST).log()  # f32[N]
         mean = far.new_zeros(update.n_clients).index_add_(0, update.owner, far) / size
         away = far - mean[update.owner]

@@ -80,7 +80,8 @@ class FromRepresentations(RowPerClient):
             return ()
         if self.users is not None:
             return self.users
-        return tuple(part.name for part in knowledge.components if part.shared and part.storage == "per_user")
+        vectors = [part for part in knowledge.components if part.shared and len(part.shape) == 1]
+        return tuple(part.name for part in vectors if part.storage == "per_user" or part.name == "user")
 
     def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """Remember what was broadcast and told; turn each client of an upload into a row."""
@@ -116,7 +117,8 @@ class FromRepresentations(RowPerClient):
         pieces, ready = [], torch.ones(update.n_clients, dtype=torch.bool)
         for name in self._vectors(knowledge):
             if name in update.values:
-                pieces.append(update.values[name] + state[_SENT + name][update.client])
+                before = state[_SENT + name]
+                pieces.append(update.values[name] + (before[update.client] if before.dim() == 2 else before))
                 continue
             width = next(part.size for part in knowledge.components if part.name == name)
             vector, known = torch.zeros(update.n_clients, width), torch.zeros(update.n_clients, dtype=torch.bool)

@@ -21,7 +21,7 @@ from recleak.attacks.membership import SURE, FromUploads, assumed_positives, bel
 from recleak.defenses.base import Defense
 from recleak.errors import ConfigError
 from recleak.models.base import Params
-from recleak.models.components import Component, Init
+from recleak.models.components import Component, Init, require_names
 from recleak.training.chunks import train_in_chunks
 from recleak.training.cohort import Task
 from recleak.training.local import LocalData
@@ -72,6 +72,7 @@ class ShadowClients(FromUploads):
                 f"IMIA's shadow clients learn labels of single items, got clients that train with "
                 f"{knowledge.training.loss!r}.\n  Use GradientAlignment, which reads pairwise losses too."
             )
+        require_names("component", [self.component], update.rows)
         size = update.offset.diff()  # i64[C]
         target = below(assumed_positives(knowledge, size, self.share))
         step = (self.gamma * size + 1e-4).long() + 1  # rows confirmed at a time; the text is silent, the code adds one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, get_args
 
 import polars as pl
 
@@ -26,6 +26,7 @@ from recleak.data.text import (
     time,
 )
 from recleak.errors import DataError, RecleakError, unknown_name
+from recleak.files import BROKEN, check_table
 
 Source = str | int  # a header's name, or a position counted from 0 in a file without a header
 Kind = Literal["categorical", "continuous"]
@@ -48,6 +49,22 @@ FACT_GUESSES = {
     "longitude": ("longitude", "lon", "lng", "long"),
 }
 _CATEGORY_SEPARATOR = "|"
+_NO_SEPARATOR = "\x1f"  # ASCII's own, which no text has
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """A table in memory in the place of a Parquet file; its name stands in messages."""
+
+    name: str
+    table: pl.DataFrame
+    suffix: ClassVar[str] = ".parquet"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Table = Path | Frame
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ GUESSED = ColumnMap()
 
 
 def read_columns(
-    path: Path, columns: ColumnMap = GUESSED, *, users: Path | None = None, items: Path | None = None
+    path: Table, columns: ColumnMap = GUESSED, *, users: Table | None = None, items: Table | None = None
 ) -> Interactions:
     """Interactions from one table, with user attributes and item facts from two more where they exist.
 
@@ -96,7 +113,7 @@ def read_columns(
     return Interactions.build(events, user_table, item_table, notes)
 
 
-def read_events(path: Path, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, list[Note]]:
+def read_events(path: Table, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, list[Note]]:
     """The rows of a table of interactions: user and item, and rating and time where there are such columns."""
     parsers: dict[str, Parse] = {"user": text, "item": text, "rating": real, "time": time}
     header = _header(path, columns)
@@ -106,7 +123,7 @@ def read_events(path: Path, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame,
         for name, source in sources.items()
         if source is not None
     ]
-    events, notes = _read(path, wanted, columns.separator)
+    events, notes = read_fields(path, wanted, columns.separator)
     if "time" in events.columns:
         remedy = "If 0 means unknown, leave the field empty instead."
         notes.append(Note("times are 0, that is 1 January 1970", int((events["time"] == 0).sum()), remedy, path.name))
@@ -123,7 +140,7 @@ def read_lists(path: Path, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, 
     fields = [Field(name, _source(path, name, columns, header) or 0, text, True) for name in ("user", "item")]
     found = {name: _guess(header or (), guesses) for name, guesses in LIST_GUESSES.items()}
     fields += [Field(name, source, real) for name, source in found.items() if source is not None]
-    table, notes = _read(path, fields, columns.separator)
+    table, notes = read_fields(path, fields, columns.separator)
     session = pl.col("session").fill_null(0).cast(pl.Int64) if "session" in table.columns else pl.lit(0, pl.Int64)
     order = pl.col("rank") if "rank" in table.columns else -pl.col("score") if "score" in table.columns else pl.lit(0.0)
     table = table.select("user", "item", session.alias("session"), order.cast(pl.Float64).alias("order"))
@@ -136,20 +153,20 @@ def read_lists(path: Path, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, 
     return table.select("user", "item", "session", rank.alias("rank")), notes
 
 
-def _header(path: Path, columns: ColumnMap) -> list[str] | None:
+def _header(path: Table, columns: ColumnMap) -> list[str] | None:
     """The column names; None if the map speaks of positions."""
     if isinstance(columns.user, int) or isinstance(columns.item, int):
         return None
     return _names(path, columns.separator)
 
 
-def _names(path: Path, separator: str | None) -> list[str]:
-    if path.suffix == ".parquet":
+def _names(path: Table, separator: str | None) -> list[str]:
+    if isinstance(path, Frame) or path.suffix == ".parquet":
         return _parquet(path).collect_schema().names()
     return read_header(path, _separator(path, separator))
 
 
-def _source(path: Path, name: str, columns: ColumnMap, header: list[str] | None) -> Source | None:
+def _source(path: Table, name: str, columns: ColumnMap, header: list[str] | None) -> Source | None:
     """Where a column of the interactions stands: as given, or guessed from well-known names."""
     given: Source | None = getattr(columns, name)
     found = _guess(header or (), GUESSES[name]) if given is None else given
@@ -159,7 +176,7 @@ def _source(path: Path, name: str, columns: ColumnMap, header: list[str] | None)
     return found
 
 
-def _key(path: Path, name: Literal["user", "item"], columns: ColumnMap, header: list[str]) -> Source:
+def _key(path: Table, name: Literal["user", "item"], columns: ColumnMap, header: list[str]) -> Source:
     """Where the ids of a user or item table stand: as given, named as in the interactions, or guessed."""
     given: Source | None = getattr(columns, f"{name}_id")
     same: Source | None = getattr(columns, name)
@@ -177,12 +194,12 @@ def _guess(header: Iterable[str], guesses: Iterable[str]) -> str | None:
     return next((lowered[guess] for guess in guesses if guess in lowered), None)
 
 
-def _untold(path: Path, name: str, columns: ColumnMap, header: list[str] | None, remedy: str) -> DataError:
+def _untold(path: Table, name: str, columns: ColumnMap, header: list[str] | None, remedy: str) -> DataError:
     problem = f"cannot tell which column is the {name}; there is {header or 'no header'}"
-    if header and columns.separator is not None and path.suffix != ".parquet":
+    if header and columns.separator is not None and isinstance(path, Path) and path.suffix != ".parquet":
         separator = _separator(path, columns.separator)
         remedy = other_separator(separator.join(header), separator) + remedy
-    return DataError(problem, file=path, line=1, remedy=remedy)
+    return DataError(problem, file=str(path), line=1 if isinstance(path, Path) else None, remedy=remedy)
 
 
 def _separator(path: Path, given: str | None) -> str:
@@ -204,40 +221,38 @@ def _separator(path: Path, given: str | None) -> str:
     return found
 
 
-def _parquet(path: Path) -> pl.LazyFrame:
-    """A Parquet file, of which nothing but the schema was read."""
+def _parquet(path: Table) -> pl.LazyFrame:
+    """A Parquet file, of which nothing but its end was read."""
+    if isinstance(path, Frame):
+        return path.table.lazy()
     if not path.is_file():
         raise DataError("no such file", file=path, remedy="Check the path.")
-    try:
-        scan = pl.scan_parquet(path, glob=False)
-        scan.collect_schema()
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"not readable as Parquet ({error})", file=path, remedy="Fetch or write it again.") from error
-    return scan
+    check_table(path)
+    return pl.scan_parquet(path, glob=False)
 
 
-def _read(path: Path, wanted: Sequence[Field], separator: str | None) -> tuple[pl.DataFrame, list[Note]]:
+def read_fields(path: Table, wanted: Sequence[Field], separator: str | None) -> tuple[pl.DataFrame, list[Note]]:
     """The wanted columns of a text or Parquet file."""
-    if path.suffix != ".parquet":
+    if isinstance(path, Path) and path.suffix != ".parquet":
         header = not any(isinstance(each.source, int) for each in wanted)
         return read_text(path, wanted, separator=_separator(path, separator), header=header, quoted=True)
     scan = _parquet(path)
     names = scan.collect_schema().names()
     lacking = [each.source for each in wanted if each.source not in names]
     if lacking:
-        raise DataError(f"no column {lacking}; there is {names}", file=path, remedy="Name the right columns.")
+        raise DataError(f"no column {lacking}; there is {names}", file=str(path), remedy="Name the right columns.")
     try:
         columns = [pl.col(str(each.source)).alias(each.name) for each in wanted]
         table = scan.select(columns).collect(engine="streaming")
         return _typed(table, wanted, path)
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"a column cannot be used ({error})", file=path, remedy="Mend the file.") from error
+    except BROKEN as error:
+        raise DataError(f"a column cannot be used ({error!s:.300})", file=str(path), remedy="Mend it.") from error
 
 
-def _typed(table: pl.DataFrame, wanted: Sequence[Field], path: Path) -> tuple[pl.DataFrame, list[Note]]:
+def _typed(table: pl.DataFrame, wanted: Sequence[Field], path: Table) -> tuple[pl.DataFrame, list[Note]]:
     """Columns of a typed file as if they had been read from text; the line of a note is the row, counted from 1."""
     if table.is_empty():
-        raise DataError("there are columns but no row", file=path, remedy="Check that the export was complete.")
+        raise DataError("there are columns but no row", file=str(path), remedy="Check that the export was complete.")
     tally = Tally(path.name, rows=table.height)
     dropped = pl.repeat(False, table.height, eager=True)
     columns = []
@@ -281,7 +296,7 @@ def _values(given: pl.Series, each: Field) -> pl.Series:
     return given if given.dtype.is_numeric() or each.name == "categories" else given.cast(pl.String)
 
 
-def read_users(path: Path, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, list[Note]]:
+def read_users(path: Table, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, list[Note]]:
     """A table of users: `id`, and their attributes."""
     names = _names(path, columns.separator)
     key = _key(path, "user", columns, names)
@@ -289,7 +304,7 @@ def read_users(path: Path, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, 
     parsers: dict[str | None, Parse] = {"continuous": real}
     fields = [Field("id", key, required=True)]
     fields += [Field(name, name, parsers.get(kind, text)) for name, kind in kinds.items()]
-    table, notes = _read(path, fields, columns.separator)
+    table, notes = read_fields(path, fields, columns.separator)
     for name, kind in kinds.items():
         values = table[name]
         if kind == "categorical":
@@ -305,7 +320,33 @@ def _looks_continuous(values: pl.Series) -> bool:
     return numbers and not values.str.contains("^0[0-9]").any()
 
 
-def _read_facts(path: Path, columns: ColumnMap) -> tuple[pl.DataFrame, list[Note]]:
+def read_ids(path: Path, name: Literal["user", "item"], columns: ColumnMap = GUESSED) -> list[str]:
+    """A column of ids in the order of rows; a file with nothing else needs no header."""
+    separator = columns.separator
+    if path.suffix != ".parquet" and separator is None and sniff_separator(head(path)) is None:
+        separator = _NO_SEPARATOR
+    names = _names(path, separator)
+    given: Source | None = getattr(columns, name)
+    found = _guess(names, (*([given] if isinstance(given, str) else []), *GUESSES[name], f"{name}s", "id", "ids"))
+    if found is None and len(names) > 1:
+        raise _untold(path, name, columns, names, f"Say it: --{name} NAME.")
+    alone = 0 if path.suffix != ".parquet" else names[0]
+    table, _ = read_fields(path, [Field(name, alone if found is None else found, text, True)], separator)
+    return [str(each) for each in table[name].to_list()]
+
+
+def kinds_of(attributes: Sequence[str]) -> dict[str, Kind | None]:
+    """Attributes as they are typed: `NAME`, `NAME:continuous` or `NAME:categorical`."""
+    kinds: dict[str, Kind | None] = {}
+    for each in attributes:
+        name, _, kind = each.partition(":")
+        if kind not in ("", *get_args(Kind)):
+            raise RecleakError(f"--attribute {each}: the kind is {kind!r}, expected categorical or continuous.")
+        kinds[name] = "categorical" if kind == "categorical" else "continuous" if kind == "continuous" else None
+    return kinds
+
+
+def _read_facts(path: Table, columns: ColumnMap) -> tuple[pl.DataFrame, list[Note]]:
     names = _names(path, columns.separator)
     key = _key(path, "item", columns, names)
     guessed = {name: _guess(names, guesses) for name, guesses in FACT_GUESSES.items()}
@@ -315,7 +356,7 @@ def _read_facts(path: Path, columns: ColumnMap) -> tuple[pl.DataFrame, list[Note
         if name not in ITEM_FACTS:
             raise unknown_name("item fact", name, ITEM_FACTS)
         fields.append(Field(name, source, real if ITEM_FACTS[name].is_float() else text))
-    table, notes = _read(path, fields, columns.separator)
+    table, notes = read_fields(path, fields, columns.separator)
     if isinstance(key, str):  # there is a header
         unused = [name for name in names if name != key and name not in facts.values()]
         remedy = f"To use one, say which fact it is: --fact FACT=NAME, with {', '.join(ITEM_FACTS)}."

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.data.interactions import Interactions
-from recleak.data.prepare import age_groups
+from recleak.data.prepare import age_groups, thirds
 from recleak.errors import DataError, unknown_name
 
 POSITIVE, NEGATIVE = 4, 2  # ratings from 4 are positive, up to 2 negative
@@ -68,16 +68,15 @@ def classes_of(
 ) -> tuple[NDArray[np.int64], list[str]]:
     """The class of each user, i64[U], -1 where it is not known, and the names of the classes.
 
-    Age in years gets three groups around `middle_ages`.
+    Age in years gets three groups around `middle_ages`; another number three groups of about as many users
+    (`prepare.thirds`).
     """
     if attribute not in data.attributes:
         raise unknown_name("attribute", attribute, data.attributes)
     known = data.users[attribute]
     if known.dtype.is_float():
-        if attribute != "age":
-            remedy = "Cut it into groups with recleak.data.prepare.grouped first, or leave it out."
-            raise DataError(f"{attribute!r} is continuous", remedy=remedy)
-        known = age_groups(data, middle=middle_ages).users["age"]
+        cut = age_groups(data, middle=middle_ages) if attribute == "age" else thirds(data, attribute)
+        known = cut.users[attribute]
     return _categories(known)
 
 

@@ -19,6 +19,7 @@ BLOCK_BYTES = 32 << 20
 _FIRST_BYTES = 64 << 10
 MAX_BAD_SHARE = 0.01
 BLANK = " \t\r"  # a line of nothing else is skipped
+_LONGEST = 64 << 20  # bytes of a line: gzip makes endless ones of nothing
 _SHOWN = 100  # characters of a bad line that a message repeats
 
 
@@ -120,6 +121,9 @@ def _blocks(path: Path) -> Iterator[bytes]:
                     carry = chunk[cut:]
                 else:
                     carry += chunk
+                    if len(carry) > _LONGEST:
+                        problem = f"a line of more than {_LONGEST:,} bytes: this is not text"
+                        raise DataError(problem, file=path, remedy="Give a text file with a row in each line.")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot be read to its end ({error})", file=path, remedy="Fetch it again.") from error
     if carry:

@@ -62,6 +62,31 @@ def grouped(
     return data.with_attributes(**{attribute: pl.select(group.alias(attribute)).to_series()})
 
 
+def thirds(data: Interactions, attribute: str) -> Interactions:
+    """A continuous attribute in three groups of about as many users, cut at the quantiles 1/3 and 2/3 of known values.
+
+    A quantile that many users share is an edge once: their group is larger. Where all have one value there is none.
+    """
+    if attribute not in data.attributes:
+        raise unknown_name("attribute", attribute, data.attributes)
+    values = data.users[attribute].drop_nulls()
+    if not values.dtype.is_float():
+        raise DataError(f"{attribute!r} is categorical, not a number", remedy="Only a continuous attribute has groups.")
+    at = np.quantile(values.to_numpy(), [1 / 3, 2 / 3], method="higher") if len(values) else np.zeros(0)
+    edges = [float(each) for each in np.unique(at) if each > float(values.to_numpy().min())]
+    if not edges and len(values) and values.n_unique() > 1:  # more than two thirds have the smallest value
+        edges = [float(values.filter(values > values.to_numpy().min()).to_numpy().min())]
+    if not edges:
+        remedy = "It tells nobody from anybody: leave it out."
+        raise DataError(f"{attribute!r} has {values.n_unique()} different values", remedy=remedy)
+    return grouped(data, attribute, edges)
+
+
+def in_groups(data: Interactions, attribute: str) -> Interactions:
+    """A continuous attribute as audits ask about it: age in the groups of papers, others in thirds."""
+    return age_groups(data) if attribute == "age" else thirds(data, attribute)
+
+
 def age_groups(data: Interactions, middle: tuple[int, int] = (35, 45)) -> Interactions:
     """Age in whole years in three groups, the middle one with both its ends, as GERAI and PARD have it."""
     low, high = middle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from recleak.data import catalog, recbole, store
+from recleak.data import catalog, lenskit, recbole, store
 from recleak.data.columns import GUESSED, ColumnMap, read_columns
 from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
@@ -55,11 +55,13 @@ def _open_folder(folder: Path) -> Interactions:
         return store.load(folder)
     if any(folder.glob("*.inter")):
         return recbole.read_recbole(folder)
+    if lenskit.is_lenskit(folder):
+        return lenskit.read_lenskit(folder)
     for entry in catalog.CATALOG.values():
         if entry.holds(folder):
             return entry.read(folder)
     raise NotFoundError(
         f"{folder}: no known data set in this folder.\n"
-        f"  Known are dataset.json (converted), *.inter (RecBole), and the files of {', '.join(catalog.CATALOG)} as "
-        "published. For a table, give the file itself."
+        "  Known are dataset.json (converted), *.inter (RecBole), schema.json (LensKit), and the files of "
+        f"{', '.join(catalog.CATALOG)} as published. For a table, give the file itself."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +10,7 @@ import pydantic
 
 from recleak.data.interactions import ITEM_FACTS, Interactions, Note
 from recleak.errors import DataError
+from recleak.files import read_json, read_table
 
 MANIFEST = "dataset.json"
 _TABLES = ("rows", "users", "items")
@@ -64,16 +64,14 @@ def load(folder: Path) -> Interactions:
     if not path.is_file():
         raise DataError("no dataset.json", file=folder, remedy="Give a folder written by `recleak data convert`.")
     try:
-        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, pydantic.ValidationError) as error:
-        raise DataError(f"not a valid manifest ({error})", file=path, remedy="Convert the data again.") from error
+        manifest = Manifest.model_validate(read_json(path))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"not a valid manifest ({error!s:.500})", file=path, remedy="Convert the data again."
+        ) from error
     tables = {}
     for table in _TABLES:
-        file = folder / f"{table}.parquet"
-        try:
-            tables[table] = pl.read_parquet(file, glob=False)
-        except (OSError, pl.exceptions.PolarsError) as error:
-            raise DataError(f"not readable ({error})", file=file, remedy="Convert the data again.") from error
+        tables[table] = read_table(folder / f"{table}.parquet")
     _check_tables(folder, tables)
     data = Interactions(**tables, notes=tuple(manifest.notes))
     said = (manifest.users, manifest.items, manifest.rows, manifest.pairs, manifest.attributes)
@@ -98,6 +96,8 @@ def _check_tables(folder: Path, tables: dict[str, pl.DataFrame]) -> None:
         and all(rows.schema[name] == types[name] for name in rows.columns)
         and users.columns[:1] == ["id"]
         and items.columns[:1] == ["id"]
+        and all(side.schema["id"] in (pl.String, pl.Int64) for side in (users, items))
+        and max(users.height, items.height) < 2**31
         and set(items.columns) <= facts
         and rows.height > 0
         and rows["user"].is_sorted()
@@ -107,9 +107,15 @@ def _check_tables(folder: Path, tables: dict[str, pl.DataFrame]) -> None:
         and rows.select("user", "item").null_count().sum_horizontal().item() == 0
         and _codes_below(rows["user"], users.height)
         and _codes_below(rows["item"], items.height)
+        and all(_finite(table) for table in tables.values())
     )
     if not ok:
         raise DataError("the tables do not fit together", file=folder, remedy="Convert the data again.")
+
+
+def _finite(table: pl.DataFrame) -> bool:
+    """Whether numbers are numbers: neither infinite nor NaN."""
+    return all(table[name].is_finite().all() for name, dtype in table.schema.items() if dtype.is_float())
 
 
 def _codes_below(codes: pl.Series, bound: int) -> bool:

@@ -127,6 +127,13 @@ class BlurMe(Defense):
         return (NoGuarantee(repr(self), why),)
 
 
+def unfitted(defense: Defense) -> Defense:
+    """The same defense, or chain, without what its parts learned of users: what an adversary may know of it."""
+    if isinstance(defense, Chain):
+        return replace(defense, defenses=tuple(unfitted(part) for part in defense.defenses))
+    return replace(defense, weight=None, label=None) if isinstance(defense, BlurMe) else defense
+
+
 def fitted_to(defense: Defense, train: Interactions) -> Defense:
     """The same defense, or chain, with what its parts have to know of the data at hand."""
     if isinstance(defense, Chain):

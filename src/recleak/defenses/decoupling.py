@@ -29,14 +29,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from recleak import random
-from recleak.defenses.base import Defense, Scene
+from recleak.defenses.base import Chain, Defense, Scene, hooks
 from recleak.defenses.estimators import (
-    descended,
+    CONTINUOUS,
+    Lesson,
+    classes_in,
+    distance,
     encoded,
     estimate,
     estimator_components,
+    in_float,
     log_chance,
-    mean_of_known,
+    taught,
 )
 from recleak.defenses.spending import NoGuarantee, Spending
 from recleak.errors import ConfigError
@@ -49,6 +53,7 @@ Bound = Literal["clamped", "club", "plain"]
 Reads = Literal["items", "mean", "mixed"]
 Inverse = Literal["public", "own"]
 _KINDS = ("irrelevant", "forward", "inverse")
+_AGAIN = 0.6  # of the inputs of a step, those that the published code takes along to the next one
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,9 @@ class Decoupling(Defense):
     has the minimum: estimators must follow the vectors, or these run away from where an estimator was, each in the
     direction of its class, and tell it to whoever looks anew. One step in a round is too few for that.
     pairs: own items of a batch that count in L_ir.
-    As the published code: `warm_up` rounds without terms (it has 3); `relabels`: all rows, public ones too, get the
-    client's own label from the second step or attribute on, a bug; `inverse` "own": g is trained on the client's own
-    label instead of public ones.
+    As the published code: `warm_up` rounds without terms (it has 4); `relabels`: from the second step or attribute on,
+    0.6 of the inputs of the step before, public ones too, are there once more under the client's own label, a bug;
+    `inverse` "own": g is trained on the client's own label instead of public ones.
     """
 
     attributes: Mapping[str, int] = field(default_factory=dict)
@@ -162,63 +167,92 @@ class Decoupling(Defense):
                     "  Use the model Decoupled and give both the same `factors`; with one vector per user, relevant=0."
                 )
 
+    def _acts(self, scene: Scene) -> bool:
+        """Whether there are terms: not before somebody has told something."""
+        return (
+            bool(self.kinds and self.attributes and scene.attributes and scene.public) and scene.round >= self.warm_up
+        )
+
     # The first stage: estimators learn.
 
     def alternate(self, params: Params, scene: Scene, streams: Streams) -> Params:
         """Steps of the estimators on public data and the client's own (eq. 37); representations are constants."""
-        if not scene.attributes or not scene.public or scene.round < self.warm_up:
+        if not self._acts(scene):
             return {}
         fixed = {name: value.detach() for name, value in params.items()}
+        own = {part.name: scene.own[part.name].detach() for part in self.own_components()}
+        changed: Params = {}
+        for position, attribute in enumerate(self.attributes):
+            for kind in self.kinds:
+                lesson = self._lesson(kind, attribute, position, fixed, scene)
+                name = _name(kind, attribute)
+                changed |= taught(own, name, lesson, rate=self.learning_rate, momentum=self.momentum)
+        return changed
 
-        def loss(own: Params, step: int) -> Tensor:
-            place = _sampled(scene.public, self.sample, scene.round, step)
-            seen = {kind: self._seen(kind, fixed, scene, place) for kind in self.kinds}
-            terms = []
-            for position, attribute in enumerate(self.attributes):
-                label = self._labels(attribute, scene, place, wrong=self.relabels and bool(position or step))
-                for kind in ("irrelevant", "forward"):
-                    if kind in seen:
-                        each = self._log(own, kind, attribute, seen[kind], label)
-                        terms.append(-mean_of_known(each, has_label(label)))
-                if "inverse" in seen:
-                    label, private = self._for_inverse(label, seen["inverse"])
-                    one_hot = encoded(label, self.attributes[attribute], private.dtype)
-                    guess = estimate(own, _name("inverse", attribute), one_hot)
-                    terms.append(mean_of_known(_distance(private, guess), has_label(label)))
-            return reduce(torch.add, terms)
+    def _lesson(self, kind: str, attribute: str, position: int, params: Params, scene: Scene) -> Lesson:
+        """What one estimator is trained on: some public users at each step, and the client itself."""
+        public, classes = scene.public, self.attributes[attribute]
+        private = params["user.private"] if kind != "irrelevant" else params["user"]
+        own = in_float(_standardized(scene.attributes[attribute], attribute, scene), private.dtype)  # f32[C]
+        told = in_float(_standardized(public[LABEL + attribute], attribute, scene), private.dtype)  # f32[P]
+        if kind == "inverse":
+            return self._inverse_lesson(told, own, private, scene, classes)
+        place, as_mine = self._places(public, scene.round, position)  # i64[S, n], bool[S, n]
+        label = torch.where(place >= 0, told[place], torch.nan)
+        if kind == "forward":
+            return Lesson(public["user.private"][place], label, as_mine, private, own, classes)
+        mine, theirs, has_items = self._of_items(params["item"], scene)
+        inputs = torch.cat([public["user"], theirs], dim=1)[place]  # f32[S, n, 2 d]
+        own = torch.where(has_items, own, torch.nan)
+        return Lesson(inputs, label, as_mine, torch.cat([private, mine], dim=1), own, classes)
 
-        own = {part.name: scene.own[part.name] for part in self.own_components()}
-        return descended(own, loss, rate=self.learning_rate, momentum=self.momentum, steps=self.steps)
-
-    def _seen(self, kind: str, params: Params, scene: Scene, place: Tensor) -> Tensor:
-        """What an estimator is trained on: vectors of public users at some places, then of the client, f32[C, n, i]."""
-        public = scene.public
-        if kind != "irrelevant":
-            return _stacked(public["user.private"][place], params["user.private"])
-        rows, weight = _own_rows(params["item"], scene.batch.own, self.pairs)
-        if self.reads == "items":
-            mine, theirs = rows[:, 0], public["item"][place, scene.round % ITEMS]
+    def _inverse_lesson(self, told: Tensor, own: Tensor, private: Tensor, scene: Scene, classes: int) -> Lesson:
+        """Of g: vectors from labels, of public users only (eq. 34), or of the client itself only."""
+        place = _sampled(scene.public, self.sample, scene.round, range(self.steps))
+        if self.inverse == "own":
+            place = place[:, :0]
         else:
-            mine, theirs = (rows * weight.unsqueeze(2)).sum(1), public["item" + MEAN][place]
-        told = torch.cat([public["user"][place], theirs], dim=1)
-        return _stacked(told, torch.cat([params["user"], mine], dim=1))
+            own = torch.full_like(own, torch.nan)
+        label, target = told[place], scene.public["user.private"][place]
+        nothing = torch.zeros_like(label, dtype=torch.bool)
+        inputs, mine = (_inputs(each, classes) for each in (label, own))
+        return Lesson(inputs, label, nothing, mine, own, classes, target, private)
 
-    def _labels(self, attribute: str, scene: Scene, place: Tensor, *, wrong: bool) -> Tensor:
-        """The labels of what estimators are trained on, [C, n]."""
-        mine = _standardized(scene.attributes[attribute], attribute, scene).unsqueeze(1)
-        told = _standardized(scene.public[LABEL + attribute], attribute, scene)[place].expand(len(mine), -1)
-        return torch.cat([mine.expand_as(told) if wrong else told, mine], dim=1)
+    def _of_items(self, rows: Tensor, scene: Scene) -> tuple[Tensor, Tensor, Tensor]:
+        """What stands for items: of the client f32[C, d], of public users f32[P, d]; and who has any, bool[C]."""
+        some, weight = _own_rows(rows, scene.batch.own, self.pairs)
+        has_items = weight.sum(1) > 0
+        if self.reads == "items":
+            return some[:, 0], scene.public["item"][:, scene.round % ITEMS], has_items
+        return (some * weight.unsqueeze(2)).sum(1), scene.public["item" + MEAN], has_items
 
-    def _for_inverse(self, label: Tensor, private: Tensor) -> tuple[Tensor, Tensor]:
-        """What g is trained on, labels and vectors: public ones only (eq. 34), or the client's own."""
-        chosen = slice(None, -1) if self.inverse == "public" else slice(-1, None)
-        return label[:, chosen], private[:, chosen]
+    def _places(self, public: Mapping[str, Tensor], round: int, position: int) -> tuple[Tensor, Tensor]:
+        """The public users of each step, i64[S, n], -1 for none, and which of them count under the client's own label.
+
+        With `relabels`, steps of all attributes are one row of steps. From the second on, a part of what was there in
+        the step before is there again.
+        """
+        if not self.relabels:
+            place = _sampled(public, self.sample, round, range(self.steps))
+            return place, torch.zeros_like(place, dtype=torch.bool)
+        last = (position + 1) * self.steps
+        fresh = _sampled(public, self.sample, round, range(last))
+        before: list[Tensor] = [fresh[0]]
+        for step in range(1, last):
+            lot = random.bits(0, "told again", round, step, np.arange(len(before[-1])))
+            again = torch.from_numpy(lot.argsort()[: int(_AGAIN * len(before[-1]))]).to(fresh.device)
+            before.append(torch.cat([fresh[step], before[-1][again]]))
+        chosen = before[last - self.steps :]
+        place = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1)
+        as_mine = torch.zeros_like(place, dtype=torch.bool)
+        as_mine[:, fresh.shape[1] :] = True
+        return place, as_mine & (place >= 0)
 
     # The second stage: the recommender learns.
 
     def objective(self, params: Params, scene: Scene, streams: Streams) -> Tensor | None:
         """lambda_ir L_ir + lambda_re (L_re^FP + L_re^IP), f32[C]; estimators are constants (eq. 38)."""
-        if not scene.attributes or not scene.public or scene.round < self.warm_up:
+        if not self._acts(scene):
             return None
         terms = []
         for attribute, classes in self.attributes.items():
@@ -233,9 +267,32 @@ class Decoupling(Defense):
                 private = params["user.private"].unsqueeze(1)
                 forward = -self._log(scene.own, "forward", attribute, private, label).squeeze(1)
                 guess = estimate(scene.own, _name("inverse", attribute), encoded(label, classes, private.dtype))
-                parts.append(self.relevant * (forward + _distance(private, guess).squeeze(1)))
+                parts.append(self.relevant * (forward + distance(private, guess).squeeze(1)))
             terms.append(reduce(torch.add, parts) * counts.to(parts[0].dtype))
         return reduce(torch.add, terms)
+
+    def terms(self, scene: Scene, private: Tensor) -> Terms:
+        """What the terms of the loss need beside the estimators, the same at all steps of an epoch."""
+        if not self._acts(scene):
+            return Terms.none(private)
+        mu, prior, guess = [], [], []
+        share = torch.zeros(len(self.attributes), max(self.attributes.values()))
+        for place, (attribute, classes) in enumerate(self.attributes.items()):
+            label = _standardized(scene.attributes[attribute], attribute, scene)
+            counts = has_label(label)
+            if attribute in scene.protects:
+                counts = counts & scene.protects[attribute]
+            mu.append(torch.where(counts, in_float(label), torch.nan))
+            prior.append(_prior(attribute, scene, classes, label))
+            if not label.is_floating_point():
+                share[place, :classes] = _shares(attribute, scene, classes)
+            if self.relevant:
+                inputs = encoded(label.unsqueeze(1), classes, private.dtype)
+                guess.append(estimate(scene.own, _name("inverse", attribute), inputs).squeeze(1))
+            else:
+                guess.append(torch.zeros_like(private))
+        numbers = tuple(scene.attributes[name].is_floating_point() for name in self.attributes)
+        return Terms(dict(self.attributes), torch.stack(mu), numbers, torch.stack(prior), share, torch.stack(guess))
 
     def _leaving(self, attribute: str, params: Params, scene: Scene, label: Tensor) -> Tensor:
         """L_ir of one attribute, f32[C]."""
@@ -264,25 +321,52 @@ class Decoupling(Defense):
         return (NoGuarantee(repr(self), why),)
 
 
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What the terms of the loss need beside the estimators, for T attributes."""
+
+    names: Mapping[str, int]  # attributes, and their classes
+    mu: Tensor  # f32[T, C]: a class or a standardized number; NaN: no term
+    is_number: tuple[bool, ...]
+    prior: Tensor  # f32[T, C]: log p(mu)
+    share: Tensor  # f32[T, K]: how frequent classes are
+    guess: Tensor  # f32[T, C, d]: g(mu)
+
+    @classmethod
+    def none(cls, private: Tensor) -> Terms:
+        """As long as there is none; z_re is f32[C, d]."""
+        nothing = torch.empty(0, len(private))
+        return cls({}, nothing, (), nothing, torch.empty(0, 1), torch.empty(0, *private.shape))
+
+
+def decoupling_of(defense: Defense) -> Decoupling | None:
+    """The defense, if it is PARD's; also in a chain with others that leave local training alone."""
+    if type(defense) is Decoupling:
+        return defense
+    if type(defense) is not Chain:
+        return None
+    found = [each for each in defense.defenses if type(each) is Decoupling]
+    rest = [each for each in defense.defenses if type(each) is not Decoupling]
+    if len(found) != 1 or any(hooks(each) & {"alternate", "objective"} for each in rest):
+        return None
+    return found[0]
+
+
 def _name(kind: str, attribute: str) -> str:
     return f"estimator.{kind}.{attribute}"
 
 
-def _sampled(public: Mapping[str, Tensor], sample: int | None, round: int, step: int) -> Tensor:
-    """The places of some public users, the same for all clients and others at every step of a round, i64[P].
+def _sampled(public: Mapping[str, Tensor], sample: int | None, round: int, steps: range) -> Tensor:
+    """The places of some public users, the same for all clients and others at every step of a round, i64[S, P].
 
     A round has them in one random order, of which each step takes the next so many.
     """
     told = public[CLIENT]
     if sample is None or len(told) <= sample:
-        return torch.arange(len(told), device=told.device)
+        return torch.arange(len(told), device=told.device).repeat(len(steps), 1)
     order = random.bits(0, "public sample", round, told.cpu().numpy()).argsort()
-    return torch.from_numpy(order[(step * sample + np.arange(sample)) % len(order)]).to(told.device)
-
-
-def _stacked(told: Tensor, mine: Tensor) -> Tensor:
-    """Public inputs f32[P, i], the same for all, and the clients' own, f32[C, i] -> f32[C, P + 1, i]."""
-    return torch.cat([told.expand(len(mine), *told.shape), mine.unsqueeze(1)], dim=1)
+    place = order[(np.arange(steps.start, steps.stop)[:, None] * sample + np.arange(sample)) % len(order)]
+    return torch.from_numpy(place).to(told.device)
 
 
 def _own_rows(rows: Tensor, own: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -298,11 +382,9 @@ def _own_rows(rows: Tensor, own: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return rows.gather(1, place.unsqueeze(2).expand(-1, -1, rows.shape[2])), weight
 
 
-def _distance(one: Tensor, other: Tensor) -> Tensor:
-    """The l2 distance, f32[C, n, d] twice -> f32[C, n]; where it is 0 its gradient is too."""
-    squared = (one - other).square().sum(2)
-    still = squared == 0
-    return torch.where(still, squared, torch.where(still, 1.0, squared).sqrt())
+def _inputs(label: Tensor, classes: int) -> Tensor:
+    """Labels of a lesson as inputs of an estimator, f32[...] -> f32[..., K]."""
+    return encoded(label if classes == CONTINUOUS else classes_in(label), classes, label.dtype)
 
 
 def _standardized(label: Tensor, attribute: str, scene: Scene) -> Tensor:

@@ -7,12 +7,15 @@ Axis letters: C clients, n inputs of each, i and o the inputs and outputs of a l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recleak import kernels_estimators
 from recleak.models.base import Params
 from recleak.models.components import Component, FanIn
 from recleak.models.mlp import linear
@@ -74,6 +77,96 @@ def descended(
         with torch.no_grad():
             now = {name: value - rate * slopes[name] for name, value in now.items()}
     return now
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """What an estimator of C clients is trained on in S steps: n inputs that all have, and one of each client's own.
+
+    It predicts a class or a number, or with targets a vector. Where a label is NaN an input does not count.
+    """
+
+    told: Tensor  # f32[S, n, i]
+    label: Tensor  # f32[S, n]
+    as_mine: Tensor  # bool[S, n]: these count under the client's own label
+    mine: Tensor  # f32[C, i]
+    own: Tensor  # f32[C]: the client's label
+    classes: int = CONTINUOUS
+    target: Tensor | None = None  # f32[S, n, o]
+    my_target: Tensor | None = None  # f32[C, o]
+
+    def loss(self, own: Params, name: str, step: int) -> Tensor:
+        """The mean loss of each client at a step, f32[C]."""
+        clients, mine = len(self.mine), self.own.unsqueeze(1)
+        inputs = _beside(self.told[step], self.mine)  # f32[C, n + 1, i]
+        label = torch.where(self.as_mine[step], mine, self.label[step].expand(clients, -1))
+        label = torch.cat([label, mine], dim=1)
+        output = estimate(own, name, inputs)
+        if self.target is not None and self.my_target is not None:
+            each = distance(_beside(self.target[step], self.my_target), output)
+        elif self.classes == CONTINUOUS:
+            each = -log_chance(output, label)
+        else:
+            each = -log_chance(output, classes_in(label))
+        return mean_of_known(each, has_label(label))
+
+
+def _beside(told: Tensor, mine: Tensor) -> Tensor:
+    """What all have, f32[n, i], and then what is the client's own, f32[C, i] -> f32[C, n + 1, i]."""
+    return torch.cat([told.expand(len(mine), *told.shape), mine.unsqueeze(1)], dim=1)
+
+
+def in_float(label: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Labels as a lesson has them: -1, the class of who has none, becomes NaN."""
+    return torch.where(has_label(label), label.to(dtype), torch.nan)
+
+
+def classes_in(label: Tensor) -> Tensor:
+    """The other way round, i64."""
+    return label.nan_to_num(-1.0).long()
+
+
+def distance(one: Tensor, other: Tensor) -> Tensor:
+    """The l2 distance, f32[C, n, d] twice -> f32[C, n]; where it is 0 its gradient is too."""
+    squared = (one - other).square().sum(2)
+    still = squared == 0
+    return torch.where(still, squared, torch.where(still, 1.0, squared).sqrt())
+
+
+def taught(own: Params, name: str, lesson: Lesson, *, rate: float, momentum: float) -> Params:
+    """One estimator after its lesson: in a compiled loop, or in double precision and on other devices step by step."""
+    mine = {part: value for part, value in own.items() if part.startswith(f"{name}.")}
+    first = next(iter(mine.values()))
+    steps = len(lesson.label)
+    if first.dtype != torch.float32 or first.device.type != "cpu":
+
+        def loss(leaves: Params, step: int) -> Tensor:
+            return lesson.loss(leaves, name, step)
+
+        return descended(mine, loss, rate=rate, momentum=momentum, steps=steps)
+    weights = [value for part, value in mine.items() if part.endswith(".weight")]
+    flat = torch.cat([value.flatten(1) for value in mine.values()], dim=1)  # f32[C, P], memory of its own
+    outputs = weights[-1].shape[2]
+    kind = kernels_estimators.NUMBER if lesson.classes == CONTINUOUS else kernels_estimators.CLASS
+    none = torch.empty(0, 0, outputs), torch.empty(0, outputs)
+    targets = (lesson.target, lesson.my_target) if lesson.target is not None and lesson.my_target is not None else none
+    kernels_estimators.descend(
+        flat.numpy(),
+        np.array([weights[0].shape[1], *(weight.shape[2] for weight in weights)]),
+        lesson.told.contiguous().numpy(),
+        lesson.label.contiguous().numpy(),
+        lesson.as_mine.contiguous().numpy(),
+        targets[0].contiguous().numpy(),
+        lesson.mine.contiguous().numpy(),
+        lesson.own.contiguous().numpy(),
+        targets[1].contiguous().numpy(),
+        kind if lesson.target is None else kernels_estimators.VECTOR,
+        rate,
+        momentum,
+    )
+    sizes = [value[0].numel() for value in mine.values()]
+    parts = torch.split(flat, sizes, dim=1)
+    return {part: piece.reshape(value.shape) for (part, value), piece in zip(mine.items(), parts, strict=True)}
 
 
 def mean_of_known(values: Tensor, known: Tensor) -> Tensor:

@@ -42,8 +42,9 @@ class FunctionalMechanism(Defense):
 
         Delta = 2 (d / 2 + d^2 / 8) = d + d^2 / 4,
 
-    GERAI's value (lemma 4.3; its pairs have the same coefficients). Less would do: the second-degree coefficients are
-    never negative, so that replacing one example changes them by d^2 / 8 in all, and d + d^2 / 8 bounds the whole.
+    GERAI's value (lemma 4.3; a pair has the coefficients -q_m / 2 and q_m q_l / 8 of q = q_uv - q_uv', in [-1, 1]^d).
+    Less would do, for both: replacing one example changes the second-degree coefficients by d^2 / 8 in all at most, and
+    d + d^2 / 8 bounds the whole.
 
     A hook does not see how many examples a client has: `examples` is n, one number that all clients use. It has to be
     public, and the least that any client has is on the safe side; a client's own number would tell how much it did.
@@ -63,9 +64,10 @@ class FunctionalMechanism(Defense):
     mean, as eq. 17 has it: n times too small for its own proof.
     `epsilon=inf` adds nothing.
 
-    **This gives no guarantee.** The theorem is for coefficients that are computed once from data, released with noise,
-    and minimized by anyone. Here q comes out of layers that are trained on the same data and sent without noise, a
-    step sees the coefficients of a batch and not of all n, and every step and round asks again.
+    **This gives no guarantee**, so GERAI's lemma 4.4 does not hold for what is trained. It is for coefficients that are
+    computed once from data, released with noise, and minimized by anyone. Here q comes out of layers that are trained
+    on the same data and get no noise, a step sees the coefficients of a batch and not of all n, and every step and
+    round asks again. And its unit would be one example: not all that a user did, nor an attribute.
     """
 
     epsilon: float
@@ -141,8 +143,9 @@ class FunctionalMechanism(Defense):
         """No guarantee."""
         why = (
             f"An epsilon of {self.epsilon:g} is claimed, for one example, as if the loss had been released once with "
-            "noise on it. But what the last weights are multiplied with comes from layers that were trained on the "
-            "same data and are sent without noise, and the question is asked again at every step and in every round."
+            "noise on it (GERAI, lemma 4.4). But what the last weights are multiplied with comes from layers that were "
+            "trained on the same data and have no noise, so that the lemma does not apply, and the question is asked "
+            "again at every step and in every round. One example is neither a user nor an attribute."
         )
         if self.on == "sum":
             why += f" And noise of this scale on the sum of {self.examples:,} examples is as many times too small."

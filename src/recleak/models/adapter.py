@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from recleak.models.base import Batch, Model, Params
-from recleak.models.components import Component, Given, Role, require_names, sharing
+from recleak.models.components import Component, Given, Init, Role, public_part, require_names, sharing
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,7 @@ class TorchModel(Model):
     per_user: tuple[str, ...] = ("user.weight",)
     per_item: tuple[str, ...] = ("item.weight",)
     shared: Mapping[str, bool] = field(default_factory=dict)
+    started: Mapping[str, Init] = field(default_factory=dict)  # how tables of users start that are not in the module
     _trained: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +59,8 @@ class TorchModel(Model):
         for name, value in self.module.named_parameters():
             given, shape = value.detach(), tuple(value.shape)
             if name in self.per_user:
-                parts.append(Component(name, "per_user", "user", shape[1:], Given(given), shared=False))
+                init = self.started.get(name, Given(given))
+                parts.append(Component(name, "per_user", "user", shape[1:], init, shared=False))
             elif name in self.per_item:
                 parts.append(Component(name, "per_item", "item", shape[1:], Given(given)))
             elif value.requires_grad:
@@ -67,6 +69,16 @@ class TorchModel(Model):
                 layer = layers.setdefault(owner, len(layers) + 1) if role == "head" else None
                 parts.append(Component(name, "dense", role, shape, Given(given.unsqueeze(0)), layer))
         return sharing(parts, self.shared)
+
+    def public(self) -> TorchModel:
+        """With empty tables of users: the module's own rows are where its users start, or what they were trained to."""
+        tables = {name: value for name, value in self.module.named_parameters() if name in self.per_user}
+        if not any(len(value) for value in tables.values()):
+            return self
+        empty = {id(value): nn.Parameter(value.detach()[:0].clone()) for value in tables.values()}
+        started = {part.name: public_part(part).init for part in self.components() if part.name in tables}
+        module = copy.deepcopy(self.module, empty)
+        return TorchModel(module, self.per_user, self.per_item, self.shared, started)
 
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """The module under `vmap` over clients."""

@@ -59,6 +59,10 @@ class Model:
         """
         raise NotImplementedError
 
+    def public(self) -> Model:
+        """The same without values that belong to users: what others may know of it."""
+        return self
+
     def item_features(self, n_items: int) -> Tensor | None:
         """Constant public features of all items, f32[I, G], if the model has any."""
         return None

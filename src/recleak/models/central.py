@@ -36,6 +36,7 @@ class Archive:
     user_features: Tensor | None = None  # f32[U, F]
     labels: Mapping[str, Tensor] = field(default_factory=dict)  # i64[U] by attribute, -1: unknown
     seed: int = 0
+    added: Interactions | None = None  # the part of `train` that a defense added, which no user did
 
     @cached_property
     def items_of(self) -> Neighbors:
@@ -148,14 +149,17 @@ class CentralModel(Model):
 
 
 class UnknownModel(Model):
-    """A recommender of which only its lists are known."""
+    """A recommender of which only its outputs are known; `sends`: how many numbers each user uploads, if any."""
+
+    def __init__(self, sends: int = 0) -> None:
+        self.sends = sends
 
     def components(self) -> tuple[Component, ...]:
-        """None that are known."""
-        return ()
+        """None that are known, but for what is uploaded."""
+        return (Component("upload", "dense", "head", (self.sends,)),) if self.sends else ()
 
     def __repr__(self) -> str:
-        return "UnknownModel()"
+        return f"UnknownModel(sends={self.sends})" if self.sends else "UnknownModel()"
 
 
 def pair_logits(model: Model, params: Params, archive: Archive, user: Tensor, item: Tensor, step: int) -> Tensor:
@@ -180,6 +184,16 @@ def scores_of_all(model: Model, params: Params, archive: Archive, users: Tensor)
         item = every.expand(len(some), -1)
         parts.append(model.logits(_gathered(model, params, some, item), _batch(archive, some, item)))
     return torch.cat(parts)
+
+
+def scores_for_lists(model: Model, params: Params, archive: Archive, users: Tensor) -> Tensor:
+    """The same with -inf for items that a defense added to a user's history: to the party they are the user's own."""
+    score = scores_of_all(model, params, archive, users)
+    if archive.added is None:
+        return score
+    own = archive.added.matrix()[users.numpy()].tocoo()
+    place = torch.from_numpy(own.row.astype(np.int64)), torch.from_numpy(own.col.astype(np.int64))
+    return score.index_put(place, torch.tensor(float("-inf")))
 
 
 def check_central(model: Model) -> None:

@@ -173,6 +173,14 @@ def sharing(components: Iterable[Component], shared: Mapping[str, bool]) -> tupl
     return tuple(replace(part, shared=shared.get(part.name, part.shared)) for part in components)
 
 
+def public_part(component: Component) -> Component:
+    """The component as others know it: of a table of users that exists already, how far it spreads, and no row."""
+    if component.storage != "per_user" or not isinstance(component.init, Given):
+        return component
+    spread = component.init.values.double()
+    return replace(component, init=Normal(float(spread.std(correction=0)), float(spread.mean())))
+
+
 def require_names(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
     """An error for the first name that is not known."""
     known = set(known)

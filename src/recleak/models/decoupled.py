@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from recleak.models.base import Batch, Model, Params
-from recleak.models.components import Component, FanIn, Init, Normal, require_names
+from recleak.models.components import Component, FanIn, Init, Normal, Storage, require_names
 from recleak.models.mlp import head_components, mlp
 
 Combine = Literal["concat", "sum"]
-Leaves = Literal["sent", "averaged", "kept"]
+Leaves = Literal["sent", "averaged", "one", "kept"]
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,11 @@ class Decoupled(Model):
     `user` is the privacy-irrelevant vector z_u^ir, `user.private` the privacy-relevant z_u^re, which is kept, as the
     head is. What makes them so is the defense (`defenses.decoupling.Decoupling`); without it this is the base of the
     paper's ablation. combine "sum": h_u([z_u^ir + z_u^re, z_i]), as the published code has it. user: "sent": the server
-    sees the vector and does nothing with it. "averaged": as the text has it (eq. 5, Algorithm 1); with a row for each
-    user that divides a user's step by the number of clients. "kept": as in the published code. graph: PARD's FedGCN,
-    one layer on the client's star graph: z_u^ir becomes (z_u^ir + mean of own rows) / 2; items and z_u^re stay as they
-    are.
+    sees the vector and does nothing with it. "one": as the text has it (eq. 5, Algorithm 1), and a version of the
+    published code: z^ir is averaged over clients as all else is, so that everybody begins a round with the same vector.
+    "averaged": a row for each user in a table that is averaged, which divides a user's step by the number of clients.
+    "kept": as in the latest published code. graph: PARD's FedGCN, one layer on the client's star graph: as in the
+    published code both vectors z become (z + mean of own rows) / 2, and items stay as they are.
     """
 
     factors: int = 64
@@ -50,8 +51,9 @@ class Decoupled(Model):
         """`user`, `user.private` (kept), `item`, and a kept head."""
         width = (3 if self.combine == "concat" else 2) * self.factors
         shared, averaged = self.user != "kept", self.user != "sent"
+        storage: Storage = "dense" if self.user == "one" else "per_user"
         return (
-            Component("user", "per_user", "user", (self.factors,), self.init, shared=shared, averaged=averaged),
+            Component("user", storage, "user", (self.factors,), self.init, shared=shared, averaged=averaged),
             Component("user.private", "per_user", "user", (self.factors,), self.init, shared=False),
             Component("item", "per_item", "item", (self.factors,), self.init),
             *head_components((width, *self.hidden), self.head_init, shared=False),
@@ -61,6 +63,7 @@ class Decoupled(Model):
         """The head on both vectors of the user and the item's row."""
         user, private = params["user"], params["user.private"]
         if self.graph:
-            user = (user + batch.neighbors["item"] / batch.degree.clamp(min=1).unsqueeze(1)) / 2
+            mean = batch.neighbors["item"] / batch.degree.clamp(min=1).unsqueeze(1)  # f32[C, d]
+            user, private = (user + mean) / 2, (private + mean) / 2
         both = torch.cat([user, private], dim=1) if self.combine == "concat" else user + private
         return mlp(params, both, params["item"])

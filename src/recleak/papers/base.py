@@ -37,6 +37,8 @@ class Variant(_Frozen):
 
     name: str
     text: str
+    same: dict[str, tuple[Scalar, ...]] = Field(default_factory=dict)
+    "Runs with one of these values for each of these settings are those of the first variant: not measured again."
 
 
 class Cell(_Frozen):
@@ -75,6 +77,10 @@ class _Axis(_Frozen):
     id: str = ""
     run: dict[str, Scalar] = Field(default_factory=dict)
     ask: dict[str, Scalar] = Field(default_factory=dict)
+    over: dict[str, Scalar] = Field(default_factory=dict)
+    "Of a row: settings in the place of those that columns ask for; where a column has none of these, there is no cell."
+    name: str = ""
+    "Of a row: how the ids of its cells are made, in the place of the table's pattern."
     metric: str | None = None
     series: str | None = None
     published: tuple[float | Literal["-"], ...] | None = None
@@ -97,12 +103,15 @@ class _Grid(_Frozen):
                 )
             for position, column in enumerate(self.columns):
                 run, ask = {**self.run, **row.run, **column.run}, {**self.ask, **row.ask, **column.ask}
+                if not row.over.keys() <= ask.keys():
+                    continue
+                ask |= row.over
                 metric = column.metric or row.metric or self.metric
                 series = column.series or row.series or self.series
                 words = {**run, **ask, "metric": metric, "series": series, "row": row.id, "column": column.id}
                 given = UNKNOWN if row.published is None else row.published[position]
                 yield {
-                    "id": _filled(self.name, words),
+                    "id": _filled(row.name or self.name, words),
                     "row": row.label,
                     "column": column.label,
                     "run": run,
@@ -315,9 +324,13 @@ class Paper(_Frozen):
     tables: tuple[Table, ...] = ()
     figures: tuple[Table, ...] = ()
     claims: tuple[Claim, ...] = ()
+    defaults: dict[str, Scalar] = Field(default_factory=dict)
+    "What a setting of a run is where a cell does not say it: a cell that does asks for the same run."
     labels: dict[str, str] = Field(default_factory=dict)
     "In pictures: what a setting's value is called."
     tradeoff: Tradeoff | None = None
+    unavailable: tuple[str, ...] = ()
+    "Data sets that not everybody can have: without them, their runs are left out, and blank cells say so."
 
     @property
     def all_tables(self) -> tuple[Table, ...]:
@@ -334,6 +347,12 @@ class Paper(_Frozen):
         if cell.ratio is None:
             return [cell]
         return [needed for name in cell.ratio for needed in self.needs(self.cells[name])]
+
+    def measured_as(self, run: Mapping[str, Scalar], variant: str) -> str:
+        """The variant under which a run is measured: the first, where the given one does not change the run."""
+        same = next((each.same for each in self.variants if each.name == variant), {})
+        unchanged = bool(same) and all(run.get(name) in values for name, values in same.items())
+        return self.variants[0].name if unchanged else variant
 
     def caption(self, pattern: str, cell: Cell) -> str:
         """A pattern filled with what a cell is: its settings by their labels, its row and its column."""

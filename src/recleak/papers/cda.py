@@ -51,14 +51,14 @@ from recleak.attacks.community import PeerCommunity, ServerCommunity, colluding
 from recleak.attacks.community_items import CommunityThroughItems, PeerCommunityThroughItems
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
-from recleak.data.sequences import Transitions, held_out, sequence_split
+from recleak.data.sequences import held_out, sequence_split
 from recleak.data.source import open_data
 from recleak.data.split import Split, ratio
 from recleak.defenses.base import Chain, Defense, parts_of
 from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError, unknown_name
-from recleak.grading import communities, grade_communities
+from recleak.grading import communities, grade_communities, target_transitions
 from recleak.metrics.next_item import rank_next
 from recleak.metrics.ranking import rank
 from recleak.models.components import Normal
@@ -174,16 +174,6 @@ def _learning(
         local = LocalTraining(epochs=epochs, batch_size=1, optimizer=sgd, loss="bpr", negatives=1, resample=True)
         return sequence_split(data), PRMEG(), local
     raise unknown_name("model", name, ("gmf", "prme"))
-
-
-def target_transitions(train: Interactions) -> dict[str, Tensor]:
-    """Everybody is an adversary, whose targets are its own transitions; see `attacks.transitions`."""
-    moves = Transitions.of(train)
-    return {
-        "transitions": torch.from_numpy(np.stack([moves.before, moves.item, moves.gap], axis=1)),
-        "offsets": torch.from_numpy(moves.offset),
-        "places": torch.from_numpy(moves.place),
-    }
 
 
 def _some_users(data: Interactions, count: int, seed: int) -> Interactions:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recleak.errors import NotFoundError
+from recleak.files import read_json
 from recleak.papers.base import Paper
 from recleak.papers.store import Ours, StoreError
 
@@ -49,24 +49,37 @@ def _finite(value: float | None) -> float | None:
 def from_json(path: Path, paper: Paper, code: int, variant: str) -> dict[str, Ours]:
     """The measured cells of a variant by their full id; what another version of the runner measured does not count."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path}: no such file, expected cells as `recleak reproduce --json` writes.") from error
+        if not path.exists():
+            raise NotFoundError(f"{path}: no such file, expected cells as `recleak reproduce --json` writes.")
+        rows = read_json(path)
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: no JSON ({error}), expected cells as `recleak reproduce --json` writes.") from error
     try:
-        return {
-            row["cell"]: _ours(row)
-            for row in rows
-            if (row["code"], row["variant"]) == (code, variant) and row["seeds"] and row["cell"] in paper.cells
-        }
-    except (KeyError, TypeError, ValueError) as error:
+        found = {}
+        for row in rows:
+            cell = paper.cells.get(row["cell"]) if row["code"] == code and row["seeds"] else None
+            if cell is not None and row["variant"] in (variant, paper.measured_as(cell.run, variant)):
+                found[row["cell"]] = _ours(row)
+        return found
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StoreError(
-            f"{path}: a cell cannot be read ({error!r}), expected cells as `recleak reproduce --json` writes."
+            f"{path}: a cell cannot be read ({error!r:.200}), expected cells as `recleak reproduce --json` writes."
         ) from error
 
 
 def _ours(row: dict[str, Any]) -> Ours:
-    value, low, high = (None if row[name] is None else float(row[name]) for name in ("ours", "low", "high"))
-    curve = [(float(x), float(y)) for x, y in row.get("series", ())]
-    return Ours(value, low, high, int(row["users"]), int(row["seeds"]), float(row["seconds"]), curve)
+    value, low, high = (None if row[name] is None else _number(row[name]) for name in ("ours", "low", "high"))
+    curve = [(_number(x), _number(y)) for x, y in row.get("series", ())]
+    return Ours(value, low, high, _count(row["users"]), _count(row["seeds"]), _number(row["seconds"]), curve)
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not isfinite(number := float(value)):
+        raise ValueError(f"got {value!r:.40}, expected a number")
+    return number
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"got {value!r:.40}, expected a whole number")
+    return value

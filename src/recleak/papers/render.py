@@ -17,6 +17,7 @@ from recleak.papers.base import Cell, Paper, Table, Verdict
 from recleak.papers.store import Judged, Ours, Results
 from recleak.terminal import out, say
 
+_NO_DATA = "data not available"
 _ONE_SEED = "run-to-run noise is not in it"  # but in the interval over several
 _MARK = "<!-- written by `recleak reproduce"
 _STYLE: dict[Verdict, str] = {"holds": "green", "does not hold": "red", "within noise": "yellow", "not run": "dim"}
@@ -42,6 +43,10 @@ class Report:
             if chosen & {name for comparison in claim.holds_if for name in comparison.cells}
         ]
         return cls(results, tuple(cells), tuple(results.judge(claim) for claim in claims))
+
+    def lacks_data(self, cell: Cell, ours: Ours) -> bool:
+        """Whether a cell is blank because its data are not to be had."""
+        return not ours.seeds and cell.run.get("data") in self.results.paper.unavailable
 
     def tables(self) -> Iterable[tuple[Table, _Cells]]:
         """The tables in the paper's order, each with its cells by row and column."""
@@ -122,7 +127,7 @@ def show(report: Report) -> None:
     """Print tables and claims."""
     say(f"{report.results.paper.title}; {_variant(report)}")
     for table, cells in report.tables():
-        _show_table(table, cells)
+        _show_table(report, table, cells)
     if report.claims:
         say("")
         say("Claims")
@@ -152,10 +157,16 @@ def _thin(judged: Judged) -> str:
     return " (one seed)" if judged.on_one_seed else ""
 
 
-def _show_table(table: Table, cells: _Cells) -> None:
+def _show_table(report: Report, table: Table, cells: _Cells) -> None:
     rows, columns = _axes(cells)
     seeds = {ours.seeds for _, ours in cells.values() if ours.seeds}
-    texts = {place: _lines(cell, ours, len(seeds) > 1) for place, (cell, ours) in cells.items()}
+    lacking = {place for place, (cell, ours) in cells.items() if report.lacks_data(cell, ours)}
+    texts = {
+        place: (number(cell.published), *_NO_DATA.rsplit(" ", 1))
+        if place in lacking
+        else _lines(cell, ours, len(seeds) > 1)
+        for place, (cell, ours) in cells.items()
+    }
     width = {
         column: max([len(line) for row in rows for line in texts.get((row, column), ())] + [_longest_word(column)])
         for column in columns
@@ -163,8 +174,9 @@ def _show_table(table: Table, cells: _Cells) -> None:
     say("")
     say(heading(table))
     if max(map(len, rows)) + 4 + sum(each + 3 for each in width.values()) > out.width:
-        for cell, ours in cells.values():
-            say(f"  {cell.row} | {cell.column}: {_line(cell, ours)}")
+        for place, (cell, ours) in cells.items():
+            words = [_line(cell, ours), *([_NO_DATA] if place in lacking else [])]
+            say(f"  {cell.row} | {cell.column}: {', '.join(filter(None, words))}")
         say(f"  {_legend(cells, 'published; ours')}")
         return
     grid = Grid(show_lines=True)
@@ -223,7 +235,7 @@ def _line(cell: Cell, ours: Ours) -> str:
 def sections(report: Report) -> dict[str, str]:
     """Markdown by name: `VARIANT TABLE` for each table, `VARIANT claims`, and `VARIANT` for all of it."""
     variant = report.results.variant
-    parts = {f"{variant} {table.id}": _markdown_table(table, cells) for table, cells in report.tables()}
+    parts = {f"{variant} {table.id}": _markdown_table(report, table, cells) for table, cells in report.tables()}
     if report.claims:
         parts[f"{variant} claims"] = _markdown_claims(report.claims)
     return {variant: "\n".join(parts.values()), **parts}
@@ -285,22 +297,24 @@ def _place(name: str) -> re.Pattern[str]:
     return re.compile(rf"(<!-- begin {word} -->).*?(<!-- end {word} -->)", re.DOTALL)
 
 
-def _markdown_table(table: Table, cells: _Cells) -> str:
+def _markdown_table(report: Report, table: Table, cells: _Cells) -> str:
     rows, columns = _axes(cells)
     lines = [f"**{_escape(heading(table))}**", "", _row("", *columns), _row(*["---"] * (len(columns) + 1))]
     for row in rows:
         found = [cells.get((row, column)) for column in columns]
-        lines.append(_row(row, *["" if each is None else _markdown_cell(*each) for each in found]))
+        lines.append(_row(row, *["" if each is None else _markdown_cell(report, *each) for each in found]))
     note = _legend(cells, "*Published in italics*; ours")
     return "\n".join([*lines, "", f"{note[0].upper()}{note[1:]}.", ""])
 
 
-def _markdown_cell(cell: Cell, ours: Ours) -> str:
+def _markdown_cell(report: Report, cell: Cell, ours: Ours) -> str:
     parts = [] if cell.published is None else [f"*{number(cell.published)}*"]
     if ours.curve:
         parts.append(_sparkline(ours))
     elif ours.value is not None:
         parts.append(number(ours.value) + (f" [{_interval(ours, ', ')}]" if ours.low is not None else ""))
+    elif report.lacks_data(cell, ours):
+        parts.append(_NO_DATA)
     return "<br>".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from recleak.data.catalog import locate
 from recleak.errors import ConfigError, RecleakError, unknown_name
 from recleak.jobs import do_all
 from recleak.papers.base import Paper, Scalar, runner_module
@@ -126,6 +128,14 @@ def plan(results: Results, cells: Iterable[str], seeds: int) -> list[Run]:
                 groups.setdefault(same_run.name, []).append(Wanted(question, frozenset(names)))
         runs += [Run(seed, tuple(wanted)) for wanted in groups.values()]
     return runs
+
+
+def with_data(paper: Paper, runs: Sequence[Run]) -> tuple[list[Run], dict[str, int]]:
+    """The runs that can be made, and how many cannot by the name of their data: those that not everybody can have."""
+    data = [str(run.wanted[0].question.run.get("data", "")) for run in runs]
+    lacking = {name for name in set(data) & set(paper.unavailable) if locate(name) is None}
+    left_out = Counter(name for name in data if name in lacking)
+    return [run for run, name in zip(runs, data, strict=True) if name not in lacking], dict(left_out)
 
 
 def _answered(store: Store, question: Question, seed: int, names: set[str]) -> bool:

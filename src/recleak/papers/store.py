@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recleak.errors import RecleakError
+from recleak.files import read_json
 from recleak.papers.base import Cell, Claim, Paper, Point, Scalar, Verdict
 
 if TYPE_CHECKING:  # its package brings torch, which is slow to import
@@ -86,7 +87,7 @@ class Store:
     def seeds(self, question: Question) -> list[int]:
         """The seeds for which there is an answer."""
         found = (path.stem.rpartition("-")[2] for path in self.folder.glob(f"{question.name}-*.json"))
-        return sorted(int(seed) for seed in found)
+        return sorted(int(seed) for seed in found if seed.isdecimal() and len(seed) < 19)
 
     def has(self, question: Question, seed: int) -> bool:
         """Whether there is an answer."""
@@ -96,17 +97,17 @@ class Store:
         """The answer for a seed."""
         path = self._path(question, seed)
         try:
-            got = json.loads(path.read_text(encoding="utf-8"))
+            got = read_json(path)
             if got["key"] != question.key:
                 raise ValueError("it answers another question")
             return Answer(
-                {name: np.asarray(values, np.float64) for name, values in got["metrics"].items()},
+                {name: _read_values(values) for name, values in got["metrics"].items()},
                 {name: [(float(x), float(y)) for x, y in points] for name, points in got["series"].items()},
                 float(got["seconds"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise StoreError(
-                f"{path}: not a stored result ({error}).\n  Delete it; it will be measured again."
+                f"{path}: not a stored result ({error!s:.200}).\n  Delete it; it will be measured again."
             ) from error
 
     def write(
@@ -142,6 +143,13 @@ class Store:
 
     def _path(self, question: Question, seed: int) -> Path:
         return self.folder / f"{question.name}-{seed}.json"
+
+
+def _read_values(values: Any) -> NDArray[np.float64]:
+    """One number per graded user, or one."""
+    if not isinstance(values, list) or not values or any(type(each) not in (int, float) for each in values):
+        raise ValueError(f"a metric is {values!r:.40}, expected a list of numbers")
+    return np.asarray(values, np.float64)
 
 
 def _values(name: str, values: NDArray[np.float64]) -> list[float]:
@@ -225,7 +233,9 @@ class Results:
 
     def question(self, cell: Cell) -> Question:
         """What is measured for a cell that is no ratio."""
-        return Question(self.paper.runner, self.code, self.variant, cell.run, cell.ask)
+        variant = self.paper.measured_as(cell.run, self.variant)
+        said = {name: value for name, value in cell.run.items() if value != self.paper.defaults.get(name)}
+        return Question(self.paper.runner, self.code, variant, said, cell.ask)
 
     def ours(self, name: str) -> Ours:
         """A cell by its full id: the mean over users and seeds, its interval by a bootstrap over both.

@@ -2,7 +2,8 @@
 
 Everything is trained in minibatches over all users until the validation metric has not grown for some epochs; the best
 parameters count. Then every user is shown lists, which are the only messages on the wire: `Recommendations`, one for
-each session and block of users. In a later session a user is not shown again what an earlier one showed.
+each session and block of users. In a later session a user is not shown again what an earlier one showed. Items that a
+defense added to a history are the user's own to the party: it trains on them, and never shows them to that user.
 
 A run with a directory is saved there after epochs, every few seconds (`protocols.saving`): parameters, moments and the
 best parameters so far.
@@ -30,11 +31,11 @@ from recleak.errors import ConfigError, DataError
 from recleak.machine import interrupts_arrive
 from recleak.metrics.ranking import rank
 from recleak.models.base import Model, Params
-from recleak.models.central import Archive, CentralModel, check_central, scores_of_all
+from recleak.models.central import Archive, CentralModel, check_central, scores_for_lists
 from recleak.models.components import by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_features, check_tables
-from recleak.protocols.saving import Checkpoint, Interrupted
+from recleak.protocols.saving import Checkpoint, Interrupted, Saved
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.streams import Streams
@@ -49,7 +50,7 @@ from recleak.utility import union
 from recleak.wire import Recommendations
 
 BLOCK = 1024  # users in one message
-_FORMAT = "recleak centralized run 1"
+_FORMAT = "recleak centralized run 2"
 _DEPTH = 10  # of the validation metric, NDCG among all items
 
 
@@ -108,9 +109,9 @@ class CentralizedModel:
     continued: int = 0  # epochs that an earlier call had made
 
     def scores(self, users: Tensor) -> Tensor:
-        """Every item for each of the given users: i64[B] -> f32[B, I]."""
+        """Every item for each of the given users: i64[B] -> f32[B, I]; -inf for what a defense added to a history."""
         with torch.no_grad(), one_thread():
-            return scores_of_all(self.model, self.params, self.archive, users.cpu())
+            return scores_for_lists(self.model, self.params, self.archive, users.cpu())
 
 
 def train_centralized(
@@ -189,6 +190,7 @@ def lists(
         place = torch.arange(len(users)).unsqueeze(1).expand_as(shown)
         allowed[place[shown >= 0], shown[shown >= 0]] = False
     score = trained.scores(users).masked_fill(~allowed, float("-inf"))
+    allowed = score > float("-inf")
     best = score.topk(min(top, score.shape[1]), dim=1)
     item = torch.where(best.values > float("-inf"), best.indices, -1)
     if defense is None or "release" not in hooks(defense):
@@ -196,6 +198,36 @@ def lists(
     streams = Streams.simulated(seed, session, users).within("release")
     popularity = torch.from_numpy(history.popularity.astype(np.float32))
     return defense.release(Lists(users, item, allowed, popularity), streams)
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A party's scores with what its lists show on top, in their order: what users get under a defense of lists."""
+
+    trained: CentralizedModel
+    history: Interactions
+    top: int
+    defense: Defense
+    seed: int
+
+    def scores(self, users: Tensor) -> Tensor:
+        """i64[B] -> f64[B, I]: above 0 in the list, the party's own order below; -inf as there."""
+        score = self.trained.scores(users).double()
+        item = lists(self.trained, self.history, users, self.top, self.defense, self.seed)
+        there = score > float("-inf")
+        low, high = (score.masked_fill(~there, edge) for edge in (float("inf"), float("-inf")))
+        low, high = low.amin(1, keepdim=True), high.amax(1, keepdim=True)
+        score = torch.where(there, (score - high) / (high - low).clamp(min=1e-300), score)  # in [-1, 0]
+        place = torch.arange(item.shape[1], 0, -1, dtype=torch.float64).expand(item.shape)
+        row = torch.arange(len(users)).unsqueeze(1).expand_as(item)
+        return score.index_put((row[item >= 0], item[item >= 0]), place[item >= 0])
+
+
+def as_shown(
+    protocol: Centralized, trained: CentralizedModel, history: Interactions, defense: Defense, seed: int
+) -> CentralizedModel | Shown:
+    """What has to be graded for users: the lists of the first session where a defense changes lists, else scores."""
+    return Shown(trained, history, protocol.top, defense, seed) if "release" in hooks(defense) else trained
 
 
 def defended_history(defense: Defense, train: Interactions, seed: int) -> Interactions:
@@ -222,6 +254,11 @@ def defended_history(defense: Defense, train: Interactions, seed: int) -> Intera
         }
     )
     return Interactions(rows.unique().sort("user", "item"), train.users, train.items)
+
+
+def _added(changed: Interactions, train: Interactions) -> Interactions:
+    """The rows that nobody did."""
+    return changed.take(np.asarray(train.matrix()[changed.user, changed.item]).ravel() == 0)
 
 
 class _Run:
@@ -255,7 +292,8 @@ class _Run:
         if user_features is not None and "features" in hooks(defense):
             users = np.arange(train.n_users)
             user_features = defense.features(user_features, Streams.simulated(seed, 0, users).within("features"))
-        archive = Archive(defended_history(defense, train.distinct(), seed), user_features, labels, seed)
+        past = defended_history(defense, train.distinct(), seed)
+        archive = Archive(past, user_features, labels, seed, _added(past, train) if "data" in hooks(defense) else None)
         solved = model if isinstance(model, CentralModel) and model.examples == "solved" else None
         shared = tuple(replace(part, shared=True) for part in components)
         params = solved.solve(archive, seed) if solved else first_params(shared, train.n_users, train.n_items, seed)
@@ -280,7 +318,7 @@ class _Run:
             seed=seed,
         )
         if found := self.checkpoint.read(self.epochs, ()):
-            self._continue(*found)
+            self._continue(found)
 
     def done(self) -> bool:
         """All epochs, or the plateau."""
@@ -310,8 +348,9 @@ class _Run:
         """Whether these parameters are the best so far."""
         if self._stops:
             value = _validated(self.model, self.trainer.params, self.archive, self.given, self.valid)
-            self.scores.append(value)
-            if not isfinite(value) or value < max(self.scores):
+            best = max(self.scores, default=-1.0)
+            self.scores.append(value if isfinite(value) else -1.0)
+            if self.scores[-1] <= best:
                 return
         self.best = {name: value.clone() for name, value in self.trainer.params.items()}
         self.best_epoch = self.epoch
@@ -339,16 +378,16 @@ class _Run:
         about = {"step": self.trainer.step, "best": self.best_epoch, "loss": self.loss, "valid": self.scores}
         self.checkpoint.write(self.epoch, tensors, about, ())
 
-    def _continue(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    def _continue(self, saved: Saved) -> None:
         """Go on from there."""
-        self.epoch = self.continued = about["round"]
-        self.best_epoch, self.loss, self.scores = about["best"], about["loss"], about["valid"]
-        self.trainer.step = about["step"]
+        self.epoch = self.continued = saved.count("round")
+        self.best_epoch, self.loss, self.scores = saved.count("best"), saved.numbers("loss"), saved.numbers("valid")
+        self.trainer.step = saved.count("step")
         for name, value in self.trainer.params.items():
-            value.copy_(tensors[f"params {name}"])
-            self.best[name] = tensors[f"best {name}"]
+            value.copy_(saved.tensor(f"params {name}", value))
+            self.best[name] = saved.tensor(f"best {name}", value)
             for place, moment in enumerate(self.trainer.moments[name]):
-                moment.copy_(tensors[f"moment {place} {name}"])
+                moment.copy_(saved.tensor(f"moment {place} {name}", moment))
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,7 +399,7 @@ class _Now:
     archive: Archive
 
     def scores(self, users: Tensor) -> Tensor:
-        return scores_of_all(self.model, self.params, self.archive, users)
+        return scores_for_lists(self.model, self.params, self.archive, users)
 
 
 def _validated(

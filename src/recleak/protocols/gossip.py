@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import scipy.sparse as sp
@@ -37,7 +37,7 @@ from recleak.data.sequences import Transitions
 from recleak.defenses.base import Defense, hooks
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, unknown_name
-from recleak.machine import interrupts_arrive
+from recleak.machine import give_back, interrupts_arrive
 from recleak.models.base import Model
 from recleak.models.components import Component, by_name
 from recleak.progress import Progress
@@ -45,7 +45,7 @@ from recleak.protocols.checks import check_clients, check_features, check_tables
 from recleak.protocols.mail import Mail, random_views
 from recleak.protocols.nodes import DTYPE, PIECE, TABLE, Precision, add, finite, first_nodes, fitting, merge, misfit
 from recleak.protocols.panel import CUTOFF, NEGATIVES, Panel
-from recleak.protocols.saving import Checkpoint, Interrupted, describe
+from recleak.protocols.saving import Checkpoint, Interrupted, Saved, describe
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training import compiled_prme
@@ -262,7 +262,7 @@ class _Run:
         self.snapshots: dict[int, NodeParams] = {}  # by tick: what was sent in it
         self.tick, self.loss, self.visits, self.rejected = 0, list[float](), list[int](), set[int]()
         if found is not None:
-            self._continue(*found)
+            self._continue(found)
         else:
             self.save()  # now: taps that have heard a part of the first tick can go back to their beginning
 
@@ -280,6 +280,7 @@ class _Run:
             saved, rest = time.monotonic(), checkpoint_seconds
             while self.tick < self.protocol.rounds:
                 self.step(session)
+                give_back()
                 bar.round(self.tick, self.loss[-1], self.visits[-1])
                 if self.tick == self.protocol.rounds or time.monotonic() - saved >= rest:
                     begun = time.monotonic()
@@ -325,22 +326,50 @@ class _Run:
         about = {"loss": self.loss, "visits": self.visits, "rejected": sorted(self.rejected)}
         self.checkpoint.write(self.tick, tensors, about, self.taps)
 
-    def _continue(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    def _continue(self, saved: Saved) -> None:
         """Go on from there."""
-
-        def under(mark: str) -> dict[str, Tensor]:
-            return {name.removeprefix(mark): value for name, value in tensors.items() if name.startswith(mark)}
-
-        self.tick, self.loss, self.visits = about["round"], about["loss"], about["visits"]
-        self.rejected = set(about["rejected"])
-        self.params = NodeParams(under("node "))
-        self.store.restore(under("kept "))
+        self.tick, self.loss, self.visits = saved.count("round"), saved.numbers("loss"), saved.numbers("visits")
+        self.rejected = set(saved.numbers("rejected"))
+        self.params = self._nodes(saved, "node ")
+        self.store.restore({n: saved.tensor(f"kept {n}", value) for n, value in self.store.contents().items()})
         for name in _ARRAYS:
-            setattr(self, name, tensors[name].numpy())
-        for tick in {int(name.split()[0]) for name in under("due ")}:
-            self.due[tick] = [Mail(**{name: value.numpy() for name, value in under(f"due {tick} ").items()})]
-        for sent in {int(name.split()[0]) for name in under("sent ")}:
-            self.snapshots[sent] = NodeParams(under(f"sent {sent} "))
+            setattr(self, name, saved.tensor(name, torch.from_numpy(getattr(self, name))).numpy())
+        for sent in _ticks(saved, "sent "):
+            self.snapshots[sent] = self._nodes(saved, f"sent {sent} ")
+        for tick in _ticks(saved, "due "):
+            self.due[tick] = [self._mail(saved, tick)]
+        if len(self.view) and not (self.view.min() >= 0 and self.view.max() < self.train.n_users):
+            raise saved.unfit("a node has peers that are none")
+
+    def _nodes(self, saved: Saved, mark: str) -> NodeParams:
+        """Parameters of nodes, of the types and shapes that they have here."""
+        nodes, dtype = self.train.n_users, DTYPE[self.protocol.precision]
+        rows = {"per_item": (self.train.n_items,), "per_user": (nodes,), "dense": ()}
+        found = NodeParams()
+        for part in self.task.components:
+            if part.shared:
+                like = torch.empty((), dtype=dtype).expand(nodes, *rows[part.storage], *part.shape)
+                found[part.name] = saved.tensor(f"{mark}{part.name}", like)
+        return found
+
+    def _mail(self, saved: Saved, tick: int) -> Mail:
+        """What is on its way, between nodes that there are, with parameters that are there."""
+        found = {name: value.numpy() for name, value in saved.under(f"due {tick} ").items()}
+        try:
+            mail = Mail(**found)
+            same = len({each.shape for each in found.values()}) == 1 and mail.sent.ndim == 1
+            ends = np.concatenate([mail.sender, mail.receiver])
+            if (
+                not same
+                or not set(mail.sent.tolist()) <= set(self.snapshots)
+                or any(each.dtype != np.int64 for each in found.values())
+            ):
+                raise ValueError("what was sent is not there")
+            if len(ends) and not (ends.min() >= 0 and ends.max() < self.train.n_users):
+                raise ValueError("a node is none")
+        except (TypeError, ValueError) as error:
+            raise saved.unfit(f"the mail of tick {tick} cannot be used ({error})") from error
+        return mail
 
     # Sending.
 
@@ -566,3 +595,11 @@ class _Run:
         message, mine = torch.where(equal[place], 1.0, message), torch.where(equal, 1.0, mine)
         total = mine.clone().index_add_(0, place, message)
         return message / total[place], mine / total
+
+
+def _ticks(saved: Saved, mark: str) -> set[int]:
+    """The ticks that tensors' names tell after a mark."""
+    words = {name.split(" ")[0] for name in saved.under(mark)}
+    if any(not each.isdecimal() or len(each) > 18 for each in words):
+        raise saved.unfit(f"a tensor is called {mark}{min(words)[:40]}, expected the number of a tick")
+    return {int(each) for each in words}

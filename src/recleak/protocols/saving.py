@@ -18,11 +18,50 @@ from typing import Any
 from torch import Tensor
 
 from recleak.data.interactions import Interactions
+from recleak.files import read_bytes, replace_text
 from recleak.recording import Tap
+from recleak.strict_json import parse_json
 from recleak.training.cohort import Task
 from recleak.training.state import CheckpointError, differences, identify, read_file, replace_file
 
-Saved = tuple[dict[str, Tensor], dict[str, Any]]  # tensors and facts by name
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Saved:
+    """What was saved of a run: tensors and facts by name. Whoever asks says what must be there."""
+
+    file: Path
+    tensors: Mapping[str, Tensor]
+    about: Mapping[str, Any]
+
+    def tensor(self, name: str, like: Tensor) -> Tensor:
+        """A tensor of the type and shape of another."""
+        found = self.tensors.get(name)
+        if found is None or found.shape != like.shape or found.dtype != like.dtype:
+            got = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
+            raise self.unfit(f"{name!r} is {got}, expected {like.dtype}{list(like.shape)}")
+        return found
+
+    def count(self, name: str) -> int:
+        """A whole number from 0."""
+        found = self.about.get(name)
+        if type(found) is not int or found < 0:
+            raise self.unfit(f"{name!r} is {found!r:.40}, expected a whole number from 0")
+        return found
+
+    def numbers(self, name: str) -> list[Any]:
+        """A list of numbers."""
+        found = self.about.get(name)
+        if not isinstance(found, list) or any(type(each) not in (int, float) for each in found):
+            raise self.unfit(f"{name!r} is {found!r:.40}, expected a list of numbers")
+        return found
+
+    def under(self, mark: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with a mark, without it."""
+        return {name.removeprefix(mark): value for name, value in self.tensors.items() if name.startswith(mark)}
+
+    def unfit(self, problem: str) -> CheckpointError:
+        """What to raise."""
+        return CheckpointError(f"{self.file}: {problem}.\n  It is damaged, or of another run; use another directory.")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -50,22 +89,25 @@ class Checkpoint:
             _begin(self.directory, self._text)
             return None
         tensors, about = read_file(file)
+        saved = Saved(file, {name: value for name, value in tensors.items() if not name.startswith("tap ")}, about)
         if about.get("run") != self._run:
             changed = "; ".join(islice(differences(before, json.loads(self._text)), 4)) or "its run.json was changed"
             raise CheckpointError(
                 f"{self.directory} holds a run of something else: {changed}.\n"
                 "  Give the same settings to continue it, or another directory."
             )
-        if about["round"] > rounds:
+        if (round := saved.count("round")) > rounds:
             raise CheckpointError(
-                f"{self.directory} holds {about['round']:,} rounds, expected at most the {rounds:,} asked for.\n"
+                f"{self.directory} holds {round:,} rounds, expected at most the {rounds:,} asked for.\n"
                 "  Ask for as many rounds or more, or give another directory."
             )
         for position, tap in enumerate(taps):
-            mark = f"tap {position} "
-            tap.restore({name.removeprefix(mark): value for name, value in tensors.items() if name.startswith(mark)})
-        self.saved = about["round"]
-        return {name: value for name, value in tensors.items() if not name.startswith("tap ")}, about
+            try:
+                tap.restore(Saved(file, tensors, about).under(f"tap {position} "))
+            except (LookupError, ValueError, TypeError, RuntimeError) as error:
+                raise saved.unfit(f"what tap {position} knew cannot be used ({error!s:.200})") from error
+        self.saved = round
+        return saved
 
     def write(self, round: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any], taps: Sequence[Tap]) -> None:
         """Save the run as it is after so many rounds; a kill at any moment leaves this or what was saved before."""
@@ -124,11 +166,11 @@ def describe(
 def _earlier(directory: Path, form: str) -> dict[str, Any]:
     """What run.json says of a run in the directory; empty if there is none. A directory of other things is refused."""
     file = directory / "run.json"
-    others = [each.name for each in directory.iterdir() if each.name not in (".lock", "run.json.partial")]
+    others = [each.name for each in directory.iterdir() if each.name != ".lock" and not _cut_off(each)]
     if not others:
         return {}
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = parse_json(read_bytes(file), constants=True)
     except (OSError, ValueError):
         before = None
     if not isinstance(before, dict) or before.get("format") != form:
@@ -139,9 +181,12 @@ def _earlier(directory: Path, form: str) -> dict[str, Any]:
     return before
 
 
+def _cut_off(file: Path) -> bool:
+    """Whether it is what a process left that was killed while it wrote run.json."""
+    return file.name.startswith("run.json.") and file.suffix == ".partial"
+
+
 def _begin(directory: Path, config: str) -> None:
     """A directory for a new run; what a run left that was killed before its first checkpoint goes."""
     shutil.rmtree(directory / "clients", ignore_errors=True)
-    partial = directory / "run.json.partial"
-    partial.write_text(config + "\n", encoding="utf-8")
-    partial.replace(directory / "run.json")
+    replace_text(directory / "run.json", config + "\n")

@@ -26,7 +26,7 @@ from recleak.models.base import Batch, Model, Params
 from recleak.models.components import Component, Constant
 from recleak.recording import Listening, Recorder, replay
 from recleak.update import Update
-from recleak.wire import Broadcast, Message, Push, Recommendations, Server, Upload, Vantage
+from recleak.wire import Broadcast, Embeddings, Message, Push, Recommendations, Server, Upload, Vantage
 
 CLIENTS, ITEMS, FACTORS, ROUNDS = 24, 40, 4, 3
 
@@ -174,6 +174,9 @@ def one_by_one(message: Message) -> list[Message]:
     if isinstance(message, Recommendations):
         places = torch.arange(len(message.user))[:, None]
         return [Recommendations(message.round, message.user[at], message.item[at]) for at in places]
+    if isinstance(message, Embeddings):
+        places = torch.arange(len(message.user))[:, None]
+        return [replace(message, user=message.user[at], vector=message.vector[at]) for at in places]
     return [message]
 
 

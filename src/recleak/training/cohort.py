@@ -86,6 +86,12 @@ class Task:
     item_features: Tensor | None = None  # f32[I, G], constant and public
     user_features: Tensor | None = None  # f32[U, F]
     attributes: PrivateAttributes | None = None
+    on_device: bool = False  # a real one: defenses draw from the operating system, and `seed` is the device's secret
+
+    def streams(self, round: int, client: NDArray[np.int64] | Tensor) -> Streams:
+        """The draws of defenses in a round, for clients i64[C]; what has to last is of the seed in any case."""
+        made = Streams.simulated(self.seed, round, client)
+        return replace(made, key=None) if self.on_device else made
 
     def __post_init__(self) -> None:
         if self.defense.example_bound is not None and (self.model.reads_neighbors or self.item_features is not None):
@@ -121,7 +127,7 @@ def train(task: Task, received: Params, kept: Update, data: LocalData | LocalTra
     """
     if isinstance(data, LocalTransitions):
         update, rest, loss = compiled_prme.train_prme(task, received, kept, data, round)
-        streams, steps = Streams.simulated(task.seed, round, data.client), task.training.epochs * int(data.offset[-1])
+        streams, steps = task.streams(round, data.client), task.training.epochs * int(data.offset[-1])
         return _finished(task, update, rest, loss, torch.from_numpy(data.positives), steps, streams, round)
     if task.model.needs_transitions:
         raise ConfigError(
@@ -131,7 +137,7 @@ def train(task: Task, received: Params, kept: Update, data: LocalData | LocalTra
     if "data" in hooks(task.defense):
         data = defended_data(task, data)
     if fits(task, kept.client.device):
-        streams = Streams.simulated(task.seed, round, data.client)
+        streams = task.streams(round, data.client)
         update, rest, loss = train_gmf(task, received, kept, data, streams)
         return _finished(task, update, rest, loss, positives_of(data), task.training.epochs * len(loss), streams, round)
     width = widths(task, data.count, kept.client.device)
@@ -184,7 +190,7 @@ def _train_alike(task: Task, received: Params, kept: Update, data: LocalData, ro
     order = np.lexsort((-data.count, -steps_per_epoch(task.training.batch_size, data.count)))
     place = torch.from_numpy(order).to(kept.client.device)
     back = place.argsort()
-    streams = Streams.simulated(task.seed, round, data.client)
+    streams = task.streams(round, data.client)
     visit = Visit(task, received, kept.select(place), data.select(order), round, streams.select(order))
     loss = visit.walk()[back]
     update = visit.moved().only({part.name for part in task.components if part.shared}).select(back)

@@ -20,14 +20,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from threadpoolctl import threadpool_limits
-from torch import Tensor
 
 from recleak.errors import ConfigError, DataError, RecleakError
 from recleak.machine import end_with_parent, interrupts_wait
@@ -35,6 +32,7 @@ from recleak.models.base import Params
 from recleak.training.chunks import cores, one_thread
 from recleak.training.cohort import Task, Trained, train
 from recleak.training.local import Examples
+from recleak.training.parcels import Arrays, Result, arrays_of, result_of, trained_of, update_of
 from recleak.training.transitions import TransitionExamples
 from recleak.update import Update
 
@@ -61,6 +59,13 @@ class Assignment:
         """Train one chunk."""
         data = self.examples.draw(work.kept.client.cpu().numpy(), work.round)
         return train(self.task, received, work.kept, data, work.round)
+
+    def result(self, received: Params, round: int, kept: Arrays) -> Result:
+        """The same in another process, from arrays to arrays."""
+        try:
+            return result_of(self.do(received, Work(round, update_of(kept))))
+        except DataError as error:  # it has no form in bytes
+            raise RecleakError(str(error)) from None
 
 
 class Session(Protocol):
@@ -144,6 +149,15 @@ def _width(what: str, given: int | None) -> int:
     return cores() if given is None else given
 
 
+def require_cpu(received: Params) -> None:
+    """An error for parameters that another process cannot have."""
+    if away := [name for name, tensor in received.items() if tensor.device.type != "cpu"]:
+        raise ConfigError(
+            f"Got {away[0]} on {received[away[0]].device}, expected cpu: worker processes have no other device.\n"
+            "  Use the executor InProcess."
+        )
+
+
 def _packed(assignment: Assignment) -> bytes:
     """The assignment for a child process, which gets it through the pipe that Python starts it with; never a file."""
     try:
@@ -163,18 +177,14 @@ class _WorkerSession:
     broadcasts: int = 0
 
     def map(self, received: Params, works: Iterable[Work]) -> Generator[Trained, None, None]:
-        if away := [name for name, tensor in received.items() if tensor.device.type != "cpu"]:
-            raise ConfigError(
-                f"Got {away[0]} on {received[away[0]].device}, expected cpu: worker processes have no other device.\n"
-                "  Use the executor InProcess."
-            )
+        require_cpu(received)
         self.broadcasts += 1
         file = self.folder / f"{self.broadcasts}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in received.items()}, file)
         try:
-            jobs = ((str(file), work.round, _arrays(work.kept)) for work in works)
-            for update, kept, loss, positives, steps in _ordered(self.pool, _work, jobs, self.width):
-                yield Trained(_update(update), _update(kept), _tensor(loss), _tensor(positives), steps)
+            jobs = ((str(file), work.round, arrays_of(work.kept)) for work in works)
+            for result in _ordered(self.pool, _work, jobs, self.width):
+                yield trained_of(result)
         except BrokenProcessPool as error:
             raise RecleakError(
                 "A worker process died.\n"
@@ -203,7 +213,7 @@ def _nothing() -> None:
     """The first job of a worker process, so that it starts."""
 
 
-def _work(job: tuple[str, int, Arrays]) -> tuple[Arrays, Arrays, NDArray[np.float32], NDArray[np.float32], int]:
+def _work(job: tuple[str, int, Arrays]) -> Result:
     """Train one chunk in a worker process."""
     global _received
     file, round, kept = job
@@ -211,45 +221,7 @@ def _work(job: tuple[str, int, Arrays]) -> tuple[Arrays, Arrays, NDArray[np.floa
         raise AssertionError("the worker has begun")
     if _received[0] != file:
         _received = (file, {name: tensor.clone() for name, tensor in load_file(file).items()})  # torch's own alignment
-    try:
-        trained = _assignment.do(_received[1], Work(round, _update(kept)))
-    except DataError as error:  # it has no form in bytes
-        raise RecleakError(str(error)) from None
-    return (
-        _arrays(trained.update),
-        _arrays(trained.kept),
-        trained.loss.numpy(),
-        trained.positives.numpy(),
-        trained.steps,
-    )
-
-
-Arrays = tuple[dict[str, Any], dict[str, Any], list[Any]]
-
-
-def _arrays(update: Update) -> Arrays:
-    """An update as plain arrays: tensors would travel through shared memory, of which containers have little."""
-    return (
-        {name: value.numpy() for name, value in update.values.items()},
-        {name: value.numpy() for name, value in update.rows.items()},
-        [update.client.numpy(), update.item.numpy(), update.offset.numpy(), update.n_items],
-    )
-
-
-def _update(arrays: Arrays) -> Update:
-    values, rows, (client, item, offset, n_items) = arrays
-    return Update(
-        _tensor(client),
-        {name: _tensor(value) for name, value in values.items()},
-        {name: _tensor(value) for name, value in rows.items()},
-        _tensor(item),
-        _tensor(offset),
-        n_items,
-    )
-
-
-def _tensor(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    return _assignment.result(_received[1], round, kept)
 
 
 def _ordered(pool: Pool, function: Callable[[A], R], items: Iterable[A], width: int) -> Generator[R, None, None]:

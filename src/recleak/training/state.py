@@ -31,12 +31,24 @@ from torch import Tensor, nn
 
 from recleak.data.interactions import Interactions
 from recleak.errors import RecleakError
+from recleak.files import refuse_links
 from recleak.models.components import Component
+from recleak.strict_json import parse_json
 from recleak.training.optimizers import Optimizer
 from recleak.training.visit import AGE
 from recleak.update import Update
 from recleak.wire import Disclosure
 
+_UNREADABLE = (
+    SafetensorError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    OSError,
+)
 _ROOM = 1 << 24  # bytes that stay free on the disk: writing into a mapped file on a full disk kills a process
 
 
@@ -265,17 +277,26 @@ class ClientStore:
         for file in reversed(self._journal()):
             tensors, about = read_file(file)
             if about.get("committed") == self._committed:
-                before = {name: tensor.numpy() for name, tensor in tensors.items()}
-                client, user, item = before["client"], before["user"], before["item"]
-                self._visited[client] = before["visited"]
-                if self._rows:
-                    self._has_row[user, item] = before["rows"]
-                for name in self._values:
-                    self._arrays[name][client] = before[f"value {name}"]
-                for name in self._rows:
-                    self._arrays[name][user, item] = before[f"row {name}"]
-                self._writes[0] += 1
+                try:
+                    self._put_back({name: tensor.numpy() for name, tensor in tensors.items()})
+                except (LookupError, ValueError, TypeError) as error:
+                    problem = f"{file}: what was there before cannot be put back ({error!s:.200})"
+                    raise CheckpointError(f"{problem}.\n  It is damaged; use another directory.") from error
             file.unlink()
+
+    def _put_back(self, before: Mapping[str, NDArray[Any]]) -> None:
+        client, user, item = (before[name] for name in ("client", "user", "item"))
+        for code, bound in ((client, self.n_users), (user, self.n_users), (item, self.n_items)):
+            if code.ndim != 1 or code.dtype != np.int64 or (len(code) and not 0 <= code.min() <= code.max() < bound):
+                raise ValueError(f"numbers of {code.dtype}{list(code.shape)} that are not below {bound:,}")
+        self._visited[client] = before["visited"]
+        if self._rows:
+            self._has_row[user, item] = before["rows"]
+        for name in self._values:
+            self._arrays[name][client] = before[f"value {name}"]
+        for name in self._rows:
+            self._arrays[name][user, item] = before[f"row {name}"]
+        self._writes[0] += 1
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -304,16 +325,20 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors (in memory of their own) and facts of such a file."""
     try:
         with safe_open(file, "pt") as opened:
-            about = json.loads((opened.metadata() or {})["recleak"])
+            about = parse_json((opened.metadata() or {})["recleak"], constants=True)
+        if not isinstance(about, dict):
+            raise ValueError("its facts are no object")
         return {name: tensor.clone() for name, tensor in load_file(file).items()}, about
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise CheckpointError(f"{file}: not readable ({error}).\n  It is damaged; use another directory.") from error
+    except _UNREADABLE as error:
+        reason = f"{error!s:.200}" or type(error).__name__
+        raise CheckpointError(f"{file}: not readable ({reason}).\n  It is damaged; use another directory.") from error
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Keeps other processes out of a directory; the lock of a process that was killed is gone with it."""
     directory.mkdir(parents=True, exist_ok=True)
+    refuse_links(directory)  # a lock is written, files are replaced: not behind links that somebody else put there
     with open(directory / ".lock", "a+", encoding="utf-8") as file:
         if not _lock(file):
             file.seek(0)

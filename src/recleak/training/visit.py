@@ -26,6 +26,7 @@ from recleak.models.components import Component
 from recleak.streams import Streams
 from recleak.training.attributes import public_of
 from recleak.training.compiled import walk_epochs
+from recleak.training.compiled_decoupled import walk_decoupled
 from recleak.training.compiled_sgd import walk_sgd
 from recleak.training.local import LocalData, held_rows, plan
 from recleak.training.optimizers import (
@@ -190,8 +191,10 @@ class Visit:
                 self.rows[name] = rows[name].value
             else:
                 rows[name] = DirectRows(value, rate)
+        loss = walk_decoupled(self)
         stepwise = len(self.turns) > 1 or self.used & {"alternate", "objective"}
-        loss = None if stepwise else self._walk_compiled(rows)
+        if loss is None and not stepwise:
+            loss = self._walk_compiled(rows)
         if loss is None and not stepwise:
             loss = walk_epochs(self)
         if loss is None and not stepwise:
@@ -340,7 +343,7 @@ class Visit:
         """What the model reads at a step: values, and the rows of the batch."""
         return {**whole.values, **{name: reader.read(batch.row, step) for name, reader in rows.items()}}
 
-    def _scene(self, batch: Step, now: int) -> Scene:
+    def scene(self, batch: Step, now: int) -> Scene:
         """What a defense sees of a step beside the parameters."""
         own = {name: value[:now] for name, value in self.values.items() if name in self.own_names}
         real = batch.weight > 0  # padding is a client's first example once more
@@ -358,6 +361,14 @@ class Visit:
         told = public_of(self.received)
         return Scene(self.round, inputs, own, mine(known.labels), mine(known.protected), insensitive, told)
 
+    def alternate_all(self) -> None:
+        """The steps of the defense's own components before the first epoch."""
+        now = len(self.client)
+        rows: dict[str, LazyRows | DirectRows] = {
+            name: DirectRows(value, self.rates[name]) for name, value in self.rows.items()
+        }
+        self._alternate(0, self._of_model(self._now()), rows, self.batches.at(0, now))
+
     def _alternate(self, step: int, whole: Update, rows: dict[str, LazyRows | DirectRows], batch: Step) -> None:
         """The step of the defense's own components, of those clients who begin an epoch."""
         now = whole.n_clients
@@ -367,7 +378,7 @@ class Visit:
         position = self._put(begun)
         params = self._read(whole, rows, batch, step)
         mine = {name: value[position] for name, value in params.items()}
-        scene, streams = self._scene(batch, now).select(position), self.streams_at(step, now).select(begun)
+        scene, streams = self.scene(batch, now).select(position), self.streams_at(step, now).select(begun)
         for name, value in self.task.defense.alternate(mine, scene, streams.within("alternate")).items():
             self.values[name][position] = value.detach()
 
@@ -391,7 +402,7 @@ class Visit:
         loss += each.detach()
         if "objective" in self.used and step is not None and now is not None:
             term = self.task.defense.objective(
-                leaves, self._scene(batch, now), self.streams_at(step, now).within("objective")
+                leaves, self.scene(batch, now), self.streams_at(step, now).within("objective")
             )
             each = each if term is None else each + term
         inputs = {**leaves, **{f"{name}{_SUM}": value for name, value in sums.items()}}

@@ -1,0 +1,77 @@
+"""Which rows of received models moved, compiled by numba as in `kernels`: the chain to communities at nodes.
+
+Axis letters: m models, A adversaries, I items, d factors, k pairs of an adversary and a model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recleak.kernels import F32, I64, compiled
+
+F64 = NDArray[np.float64]
+
+
+@compiled
+def add_models(models: F32, who: I64, what: I64, total: F32) -> None:
+    """Add f32[m, I, d] of each pair's model to the f32[A, I, d] of its adversary."""
+    for k in range(who.shape[0]):
+        rows, mine = models[what[k]].reshape(-1), total[who[k]].reshape(-1)
+        for i in range(rows.shape[0]):
+            mine[i] += rows[i]
+
+
+@compiled
+def spread_apart(models: F32, common: F32, who: I64, what: I64, out: F64) -> None:
+    """D^T D of what sets each pair's model apart from what its adversary knows, D f32[I, d] -> f64[k, d, d]."""
+    items, d = models.shape[1], models.shape[2]
+    apart = np.empty(d, np.float32)
+    for k in range(who.shape[0]):
+        model, base, mine = models[what[k]], common[who[k]], out[k]
+        mine[:] = 0
+        for i in range(items):
+            for j in range(d):
+                apart[j] = model[i, j] - base[i, j]
+            for j in range(d):
+                for other in range(d):
+                    mine[j, other] += apart[j] * apart[other]
+
+
+@compiled
+def similar_by_moved(
+    models: F32, common: F32, who: I64, what: I64,  # f32[m, I, d], f32[A, I, d], i64[k] twice
+    along: F32,  # f32[k, d]: the direction in which own items of the pair's sender moved
+    oriented: bool,  # whether the direction has the right sign; if not, few rows are large and many small
+    targets: F32,  # f32[A, I]
+    size: int,  # so many rows that moved most are taken for the sender's own
+    out: F32,  # f32[k]
+) -> None:  # fmt: skip
+    """Jaccard of the rows that moved most with the targets; of rows that moved alike, what a random choice gives."""
+    items, d = models.shape[1], models.shape[2]
+    moved = np.empty(items, np.float32)
+    for k in range(who.shape[0]):
+        model, base, wanted, line = models[what[k]], common[who[k]], targets[who[k]], along[k]
+        cubes = 0.0
+        for i in range(items):
+            step = np.float32(0)
+            for j in range(d):
+                step += (model[i, j] - base[i, j]) * line[j]
+            moved[i] = step
+            cubes += float(step * step * step)
+        if not oriented and cubes < 0:
+            for i in range(items):
+                moved[i] = -moved[i]
+        limit = np.partition(moved, items - size)[items - size]
+        above, level, count = 0.0, 0.0, 0.0  # targets above the limit and at it, and the target items in all
+        taken, tied = 0, 0
+        for i in range(items):
+            count += wanted[i]
+            if moved[i] > limit:
+                above += wanted[i]
+                taken += 1
+            elif moved[i] == limit:
+                level += wanted[i]
+                tied += 1
+        both = above + level * (size - taken) / tied
+        out[k] = both / max(count + size - both, 1.0)

@@ -1,0 +1,459 @@
+"""Files of strangers: small sound ones for every reader, and ways to break them. `tests/test_hostile.py` and
+`benchmarks/fuzz.py` read what comes out.
+
+A reader may take a broken file for a sound one that says something else. It may refuse it with a `RecleakError`. It may
+do nothing else: no other error, no endless loop, no memory beyond the file's own size.
+A broken input is a function of (seed, reader, number), so that it can be made again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import random as dice
+import zipfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from safetensors.numpy import save
+
+from recleak.attacks.base import Knowledge
+from recleak.audited import stored
+from recleak.data import lenskit, movielens, recbole, store
+from recleak.data.arrays import Arrays
+from recleak.data.columns import read_columns, read_ids, read_lists, read_users
+from recleak.data.describe import describe
+from recleak.data.synthetic import Synthetic
+from recleak.experiment import read as read_experiment
+from recleak.files import read_table
+from recleak.findings import TABLES, Findings
+from recleak.models.central import UnknownModel
+from recleak.papers.base import Paper
+from recleak.papers.cells_file import from_json
+from recleak.papers.store import Question, Store
+from recleak.protocols.saving import Checkpoint
+from recleak.recording import Recorder, read_manifest, replay
+from recleak.training.state import read_file, replace_file
+from recleak.update import Update
+from recleak.wire import (
+    Aggregate,
+    Broadcast,
+    Disclosure,
+    Embeddings,
+    Message,
+    Push,
+    Recommendations,
+    Server,
+    Upload,
+    decode,
+    encode,
+)
+
+Files = Mapping[str, bytes]  # by their names in a folder
+_ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 2**31, 2**53 + 1, 2**63, 10**30, -0.5, 1e308, float("nan"), float("inf")),
+    *("", "x", "../../etc/passwd", "/etc/passwd", "nan", "-1", "\ud800", "\x00", "é" * 50, "F32", "F8_E4M3", "BOOL"),
+    *([], {}, [[]], [None], {"": None}, [1, [2, [3]]], [[[0] * 3] * 3]),
+)
+_TOKENS = (
+    *(b"NaN", b"-Infinity", b"1e999", b"-1", b"999999999999999999999", b"null", b"true", b"\x00", b"\xff\xfe", b'"'),
+    *(b"[" * 3000, b'{"a":' * 200, b"\n", b",", b"\t", b"::", b"../", b"'shape': (99999999999,)", b"'|O'", b"\r\r\n"),
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader, a sound input and how often it is tried, of all tries."""
+
+    read: Callable[[Path], object]
+    sound: Files
+    share: int
+
+
+# --- breaking ---------------------------------------------------------------------------------------------------------
+
+
+def broken(reader: Reader, name: str, number: int, seed: int = 0) -> dict[str, bytes]:
+    """The files of a reader with one of them, or two, broken."""
+    draw = dice.Random(f"{seed} {name} {number}")  # noqa: S311 (reproducible, not secret)
+    files = dict(reader.sound)
+    for _ in range(1 if draw.random() < 0.8 else 2):
+        file = draw.choice(sorted(files))
+        files[file] = _broken_file(file, files[file], draw, reader.sound)
+    if "messages.sha256" in files and draw.random() < 0.8:  # as a stranger would who means it
+        _sign(files)
+    return files
+
+
+def _broken_file(name: str, data: bytes, draw: dice.Random, others: Files) -> bytes:
+    """By what it is, or byte by byte."""
+    with suppress(Exception, pl.exceptions.PanicException):  # it may have been broken before
+        if draw.random() < 0.6:
+            if name.endswith(".json"):
+                return _json(_odd_node(json.loads(data), draw), draw)
+            if name.endswith(".safetensors"):
+                return _tensors(data, draw)
+            if name.endswith(".npz"):
+                return _npz(data, draw)
+            if name.endswith(".parquet") and draw.random() < 0.7:
+                return _table(data, draw)
+    for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
+        data = _bytes(data, draw, others)
+    return data
+
+
+def _bytes(data: bytes, draw: dice.Random, others: Files) -> bytes:
+    """One change of bytes, more often near the beginning and the end, where headers are."""
+    at = draw.choice(
+        (draw.randrange(len(data) + 1), min(len(data), draw.randrange(120)), max(0, len(data) - draw.randrange(60)))
+    )
+    width = draw.choice((1, 1, 2, 4, 8, 30))
+    match draw.randrange(9):
+        case 0:
+            return data[:at]
+        case 1:
+            return data[:at] + data[at + width :]
+        case 2:
+            return data[:at] + draw.randbytes(width) + data[at + width :]
+        case 3 if at < len(data):
+            return data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :]
+        case 4:
+            return data[:at] + data[max(0, at - width * 8) : at] + data[at:]
+        case 5:
+            value = draw.choice((0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1))
+            return data[:at] + value.to_bytes(8, "little")[: draw.choice((2, 4, 8))] + data[at + 8 :]
+        case 6:
+            return data[:at] + draw.choice(_TOKENS) + data[at:]
+        case 7:
+            other = others[draw.choice(sorted(others))]
+            return data[:at] + other[: draw.randrange(200)] + data[at:]
+        case _:
+            return data[:at] + bytes(width) + data[at + width :]
+
+
+def _odd_node(value: Any, draw: dice.Random) -> Any:
+    """JSON with something odd somewhere."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        key = draw.choice(sorted(value))
+        if draw.random() < 0.1:
+            return {name: each for name, each in value.items() if name != key}
+        if draw.random() < 0.05:
+            return {**value, str(draw.choice(_ODD)): draw.choice(_ODD)}
+        return {**value, key: _odd_node(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.9:
+        at = draw.randrange(len(value))
+        if draw.random() < 0.2:
+            return value[:at] + value[at:] * 2
+        return [*value[:at], _odd_node(value[at], draw), *value[at + 1 :]]
+    return draw.choice(_ODD)
+
+
+def _json(value: Any, draw: dice.Random) -> bytes:
+    text = json.dumps(value, ensure_ascii=draw.random() < 0.5)
+    if draw.random() < 0.05:
+        text = "[" * 5000 + text + "]" * 5000
+    if draw.random() < 0.05 and text.startswith("{") and len(text) > 2:
+        text = text[:-1] + ", " + text[1:]  # every key twice
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _tensors(data: bytes, draw: dice.Random) -> bytes:
+    """Safetensors with an odd header, whose own length is right."""
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    about = header.get("__metadata__", {})
+    if about.get("recleak") and draw.random() < 0.5:
+        header["__metadata__"] = {
+            **about,
+            "recleak": _json(_odd_node(json.loads(about["recleak"]), draw), draw).decode(),
+        }
+    else:
+        header = _odd_node(header, draw)
+    if draw.random() < 0.3:
+        at = draw.randrange(len(body) + 1)
+        odd = draw.choice((b"\xff" * 8, bytes(8), (2**62).to_bytes(8, "little"), b"\x00\x00\xc0\x7f"))
+        body = (body[:at] + odd + body[at + len(odd) :])[: len(body)]
+    text = _json(header, draw)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def _npz(data: bytes, draw: dice.Random) -> bytes:
+    """An archive with an odd member."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(out, "w") as made:
+        names = archive.namelist()
+        chosen = draw.choice(names)
+        for name in names:
+            content = archive.read(name)
+            if name == chosen:
+                name = draw.choice((name, name, name, "../../x.npy", "x", "user_ids.npy", "a/" * 50 + "b.npy"))
+                content = _bytes(content, draw, {"": content})
+                content = bytes(1 << 20) if draw.random() < 0.02 else content
+            made.writestr(zipfile.ZipInfo(name), content, draw.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)))
+    return out.getvalue()
+
+
+def _table(data: bytes, draw: dice.Random) -> bytes:
+    """Parquet with an odd column."""
+    frame = pl.read_parquet(io.BytesIO(data))
+    name = draw.choice(frame.columns)
+    odd: list[Callable[[], pl.DataFrame]] = [
+        lambda: frame.drop(name),
+        lambda: frame.rename({name: draw.choice(("id", "user", "é", "", "x.y"))}),
+        lambda: frame.head(draw.randrange(3)),
+        lambda: pl.concat([frame, frame]),
+        lambda: frame.with_columns(pl.lit(draw.choice((-1, 2**31, 2**40))).alias(name)),
+        lambda: frame.with_columns(pl.lit(draw.choice((float("nan"), float("inf"), 1e300))).alias(name)),
+        lambda: frame.with_columns(pl.lit(None).alias(name)),
+        lambda: frame.with_columns(pl.lit([draw.choice(("x", "\x1b[2J", ""))]).alias(name)),
+        lambda: frame.with_columns(pl.lit(draw.choice(("", "x", "1", "nan"))).alias(name)),
+        lambda: frame.with_columns(pl.col(name).cast(draw.choice((pl.Int8, pl.String, pl.Float32)), strict=False)),
+        lambda: frame.with_columns(pl.struct(pl.col(name)).alias(name)),
+        lambda: frame.with_columns(pl.lit(b"\xff\x00").alias(name)),
+        lambda: frame.reverse(),
+    ]
+    out = io.BytesIO()
+    draw.choice(odd)().write_parquet(out)
+    return out.getvalue()
+
+
+def _sign(files: dict[str, bytes]) -> None:
+    """Digests that fit the messages of a recording again."""
+    names = sorted(name for name in files if name.startswith("messages/"))
+    lines = b"".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n".encode() for name in names)
+    files["messages.sha256"] = lines
+    with suppress(Exception):
+        manifest = json.loads(files["manifest.json"])
+        manifest["sha256"] = hashlib.sha256(lines).hexdigest()
+        files["manifest.json"] = json.dumps(manifest).encode()
+
+
+# --- readers and what they read ---------------------------------------------------------------------------------------
+
+
+def readers(folder: Path, paper: Paper | None = None) -> dict[str, Reader]:
+    """All readers of files that may come from strangers; sound files are made in a folder."""
+    config = {"format": "recleak run", "seed": 0}
+    checkpoint = Checkpoint(None, config)
+    about = {"run": checkpoint._run, "round": 2, "loss": [0.5, 0.25]}
+    run_file = {
+        "run.json": checkpoint._text.encode(),
+        "checkpoint.safetensors": _saved({"params w": torch.ones(2, 3), "tap 0 a": torch.zeros(4)}, about, folder),
+    }
+    table = "user,item,rating,time\n" + "".join(
+        f"u{k % 5},i{k % 7},{k % 5 + 1},{1_700_000_000 + k}\n" for k in range(30)
+    )
+    people = "user,gender,age,zip\n" + "".join(f"u{k},{'fm'[k % 2]},{20 + k},0213{k}\n" for k in range(5))
+    things = "item;title;genres\n" + "".join(f'i{k};"T ""{k}""";a|b\n' for k in range(7))
+    lists = "user\titem\trank\n" + "".join(f"u{k // 3}\ti{k}\t{k % 3}\n" for k in range(9))
+    vectors = np.arange(12, dtype=np.float32).reshape(4, 3)
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "user": vectors,
+        "item": vectors.astype(np.float64),
+        "user_ids": np.array(["a", "b", "c", "d"]),
+    }
+    made = {
+        **{type(each).__name__: Reader(_decode, {"a.safetensors": encode(each)}, 4) for each in _messages()},
+        "recording": Reader(_replay, _recorded(folder / "recording"), 6),
+        "checkpoint": Reader(lambda at: _resume(at, config), run_file, 9),
+        "npy": Reader(lambda at: _arrays(at / "a.npy"), {"a.npy": _npy(vectors)}, 9),
+        "npz": Reader(lambda at: _arrays(at / "a.npz"), {"a.npz": _npz_of(arrays)}, 9),
+        "safetensors": Reader(lambda at: _arrays(at / "a.safetensors"), {"a.safetensors": save(_numbers(arrays))}, 10),
+        "data set": Reader(lambda at: describe(store.load(at)), _data_set(folder / "data"), 4),
+        "LensKit": Reader(lenskit.read_lenskit, _lenskit(), 3),
+        "RecBole": Reader(recbole.read_recbole, _recbole(), 3),
+        "MovieLens": Reader(movielens.read_ml_100k, _movielens(), 1),
+        "CSV": Reader(_columns, {"a.csv": table.encode(), "u.csv": people.encode(), "i.csv": things.encode()}, 3),
+        "gzip CSV": Reader(lambda at: read_columns(at / "a.csv"), {"a.csv": gzip.compress(table.encode())}, 1),
+        "Parquet": Reader(lambda at: read_columns(at / "a.parquet"), {"a.parquet": _parquet(table)}, 3),
+        "lists": Reader(lambda at: read_lists(at / "a.tsv"), {"a.tsv": lists.encode()}, 1),
+        "ids": Reader(lambda at: read_ids(at / "a.csv", "item"), {"a.csv": b"item\nx\ny\nz\n"}, 1),
+        "findings": Reader(Findings.read, _findings(folder / "findings"), 2),
+        "facts of a cell": Reader(_facts, {"a.json": b'{"reason": null, "roc": []}', "a.parquet": _parquet(table)}, 2),
+        "experiment": Reader(lambda at: read_experiment(at / "a.toml"), {"a.toml": b'title = "x"\nseeds = [1]\n'}, 1),
+        "stored result": Reader(_stored, _result(folder / "results"), 3),
+    }
+    if paper is not None:
+        name = next(iter(paper.cells))
+        row = {
+            "cell": name,
+            "code": 1,
+            "variant": "text",
+            "ours": 0.5,
+            "low": 0.4,
+            "high": None,
+            "users": 3,
+            "seeds": 1,
+        }
+        cells = json.dumps([{**row, "seconds": 1.5, "series": [[0, 0.5]]}] * 2).encode()
+        made["reproduction"] = Reader(lambda at: from_json(at / "a.json", paper, 1, "text"), {"a.json": cells}, 3)
+    return made
+
+
+def _messages() -> list[Message]:
+    two, offset = torch.tensor([1, 4]), torch.tensor([0, 2, 3])
+    update = Update(two, {"w": torch.ones(2, 2)}, {"item": torch.ones(3, 2)}, torch.tensor([0, 3, 2]), offset, 5)
+    return [
+        Broadcast(0, {"item": torch.ones(5, 2), "w": torch.ones(2)}),
+        Upload(1, update, torch.ones(2)),
+        Aggregate(1, two, {"item": torch.ones(5, 2)}, {"item": torch.ones(5)}, 2.0),
+        Push(1, two, two.flip(0), {"w": torch.ones(2, 3)}, torch.tensor([0, 1])),
+        Recommendations(0, two, torch.tensor([[3, 1], [2, -1]])),
+        Disclosure(two, {"w": torch.ones(2, 2)}, {"age": torch.tensor([0, 1])}),
+        Embeddings(two, torch.ones(2, 3), torch.tensor([0]), torch.ones(1, 3)),
+    ]
+
+
+def _decode(folder: Path) -> Message:
+    return decode((folder / "a.safetensors").read_bytes())
+
+
+def _recorded(folder: Path) -> Files:
+    recorder = Recorder(
+        Server(), folder, components=Knowledge(UnknownModel(3), 5, 5, UnknownModel(3).components()).components
+    )
+    for message in _messages():
+        recorder.receive(message)
+    recorder.close()
+    return _contents(folder)
+
+
+def _replay(folder: Path) -> None:
+    read_manifest(folder)
+    for _ in replay(folder):
+        pass
+
+
+def _saved(tensors: dict[str, torch.Tensor], about: dict[str, Any], folder: Path) -> bytes:
+    replace_file(folder / "x.safetensors", tensors, about)
+    return (folder / "x.safetensors").read_bytes()
+
+
+def _resume(folder: Path, config: dict[str, Any]) -> None:
+    read_file(folder / "checkpoint.safetensors")
+    saved = Checkpoint(folder, config).read(5, ())
+    if saved is not None:
+        saved.tensor("params w", torch.ones(2, 3))
+        saved.numbers("loss")
+
+
+def _numbers(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: each for name, each in arrays.items() if each.dtype.kind == "f"}
+
+
+def _npy(array: np.ndarray[Any, Any]) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def _npz_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+    out = io.BytesIO()
+    np.savez_compressed(out, **arrays)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def _arrays(path: Path) -> None:
+    found = Arrays.of(path)
+    for name, shape in found.shapes.items():
+        if len(shape) == 2:
+            found.matrix(name)
+        elif len(shape) == 1:
+            found.ids(name)
+
+
+def _data_set(folder: Path) -> Files:
+    store.save(Synthetic(n_users=8, n_items=12, mean_activity=3, min_activity=2).generate(), folder, name="small")
+    return _contents(folder)
+
+
+def _lenskit() -> Files:
+    scalar = {"layout": "scalar", "vector_size": None}
+    both = {"entities": {"user": None, "item": None}, "interaction": True, "attributes": {"rating": scalar}}
+    schema = {
+        "version": "2025.3",
+        "default_interaction": "rating",
+        "entities": {"user": {"attributes": {"gender": scalar}}, "item": {"attributes": {"title": scalar}}},
+        "relationships": {"rating": both},
+    }
+    rating = pl.DataFrame({"user_num": [0, 0, 1], "item_num": [0, 1, 1], "rating": [1.0, 2.0, 3.0]})
+    return {
+        "schema.json": json.dumps(schema).encode(),
+        "user.parquet": _written(pl.DataFrame({"user_id": [1, 2], "gender": ["f", "m"]})),
+        "item.parquet": _written(pl.DataFrame({"item_id": ["a", "b"], "title": ["A", "B"]})),
+        "rating.parquet": _written(rating.with_columns(pl.col("user_num", "item_num").cast(pl.Int32))),
+    }
+
+
+def _recbole() -> Files:
+    rows = "".join(f"{k % 4}\t{k % 3}\t{k % 5}\t{17 + k}\n" for k in range(12))
+    return {
+        "x.inter": ("user_id:token\titem_id:token\trating:float\ttimestamp:float\n" + rows).encode(),
+        "x.user": b"user_id:token\tage:float\tjob:token_seq\n0\t3\ta b\n1\t4\tc\n",
+        "x.item": b"item_id:token\ttitle:token_seq\tclass:token_seq\n0\tA\tx y\n1\tB\tz\n",
+    }
+
+
+def _movielens() -> Files:
+    genres = "|".join("0" * 19)
+    return {
+        "u.data": "".join(f"{k % 3 + 1}\t{k % 2 + 1}\t{k % 5 + 1}\t{881250949 + k}\n" for k in range(9)).encode(),
+        "u.user": b"1|24|M|technician|85711\n2|53|F|other|94043\n3|23|M|writer|32067\n",
+        "u.item": "".join(f"{k}|Film ({1990 + k})|01-Jan-1995||http://x|{genres}\n" for k in (1, 2)).encode("latin-1"),
+    }
+
+
+def _parquet(csv: str) -> bytes:
+    return _written(pl.read_csv(io.StringIO(csv)))
+
+
+def _written(frame: pl.DataFrame) -> bytes:
+    out = io.BytesIO()
+    frame.write_parquet(out)
+    return out.getvalue()
+
+
+def _columns(folder: Path) -> None:
+    read_users(folder / "u.csv")
+    read_columns(folder / "a.csv", users=folder / "u.csv", items=folder / "i.csv")
+
+
+def _findings(folder: Path) -> Files:
+    about = {"title": "x", "level": 0.95, "systems": [{"data": "d", "model": "m", "protocol": "p", "defense": "n"}]}
+    row = {"data": "d", "model": "m", "protocol": "p", "defense": "n", "question": "gender", "attack": "a"}
+    scores = {**dict.fromkeys(TABLES["scores"]), **row, "metric": "auc", "value": 0.5}
+    Findings.of(about, {"scores": [scores]}).write(folder)
+    return _contents(folder)
+
+
+def _facts(folder: Path) -> None:
+    stored(folder / "a.json", "reason")
+    read_table(folder / "a.parquet")
+
+
+def _question() -> Question:
+    return Question("imia", 1, "text", {"data": "x"}, {"attack": "y"})
+
+
+def _result(folder: Path) -> Files:
+    Store(folder).write(_question(), 0, {"auc": np.array([0.5, 0.25])}, {"curve": [0.1, 0.2]}, 1.0)
+    return _contents(folder)
+
+
+def _stored(folder: Path) -> None:
+    found = Store(folder)
+    for seed in found.seeds(_question()):
+        found.read(_question(), seed)
+
+
+def _contents(folder: Path) -> Files:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}

@@ -1,0 +1,125 @@
+"""An attack of an audit at the wire: what it listens to, whether it makes sense there, how it goes on after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recleak.attacks.base import WhoBelongs
+from recleak.attacks.community import colluding
+from recleak.cells import Ask
+from recleak.errors import RecleakError
+from recleak.grading import grade_communities, grade_holders
+from recleak.made import Made
+from recleak.models.components import Component
+from recleak.protocols.centralized import Centralized
+from recleak.protocols.federated import Federated
+from recleak.protocols.gossip import Gossip
+from recleak.protocols.published import Published
+from recleak.protocols.recorded import Recorded
+from recleak.protocols.vectors import Vectors
+from recleak.storing import (
+    lookouts_of,
+    truth_of_communities,
+    truth_of_mark,
+)
+from recleak.watching import Watching, spread
+from recleak.wire import Aggregator, Audience, Holder, Message, Peers, Server, Upload, Vantage
+
+_FAILED = "failed: why"  # in the state of a tap
+_VANTAGES: Mapping[type, Sequence[type[Vantage[Any]]]] = {
+    Federated: (Server, Aggregator),
+    Gossip: (Peers,),
+    Centralized: (Audience,),
+    Published: (Audience,),
+    Vectors: (Holder, Server),
+    Recorded: (Server, Aggregator),
+}
+
+
+class Wiretap(Watching[Any, Any]):
+    """An attack that listens; of uploads perhaps to one role's part only: the changes of all others read as zero.
+
+    Which rows are sent stays visible. An attack that cannot go on does not end the run for the others. One on
+    communities is graded after every round.
+    """
+
+    def __init__(self, attack: Any, made: Made, ask: Ask | None = None) -> None:
+        knowledge, users = made.knowledge(ask), torch.arange(made.train.n_users)
+        question, grade = None, None
+        if ask is not None and ask.community:
+            question, truth = WhoBelongs(users, users), truth_of_communities(made, ask)
+            grade = partial(grade_communities, truth=truth, size=ask.community, leader=users)
+        leader: Tensor | None = users
+        if ask is not None and ask.mark is not None:
+            leader = lookouts_of(made, attack)
+            targets = torch.from_numpy(ask.mark.items(made.split.train)).float()
+            public = {"targets": targets.expand(1 if leader is None else len(leader), -1)}
+            public |= {} if leader is None else {"leaders": leader}
+            knowledge = replace(knowledge, public={**knowledge.public, **public})
+            question = WhoBelongs(torch.arange(len(public["targets"])), users)
+            grade = partial(grade_holders, truth=truth_of_mark(made, ask), leader=leader)
+        if attack.vantage is Peers:
+            groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed)[leader]
+            knowledge = replace(knowledge, public={**knowledge.public, "groups": groups})
+        vantage = Peers(groups) if attack.vantage is Peers else attack.vantage()
+        super().__init__(vantage, attack, knowledge, question, grade, spread(made.protocol.rounds))
+        self.failed: str | None = None  # why it could not go on
+        role = "" if ask is None else ask.role
+        self._names = {part.name for part in made.components if _has_role(part, role)} if role else None
+
+    def receive(self, message: Message) -> None:
+        """The message, with zeros for what is not listened to."""
+        if isinstance(message, Upload) and (names := self._names) is not None:
+
+            def keep(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+                return tensor if name in names else torch.zeros_like(tensor)
+
+            message = replace(message, update=message.update.map(keep))
+        if self.failed is None:
+            try:
+                super().receive(message)
+            except RecleakError as error:
+                self.failed = str(error)
+
+    def state(self) -> dict[str, Tensor]:
+        """The attack's, and its failure."""
+        failed = {} if self.failed is None else {_FAILED: torch.tensor(list(self.failed.encode()), dtype=torch.uint8)}
+        return {**super().state(), **failed}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Both."""
+        super().restore({name: value for name, value in state.items() if name != _FAILED})
+        if _FAILED in state:
+            self.failed = bytes(state[_FAILED].tolist()).decode()
+
+
+def _has_role(part: Component, role: str) -> bool:
+    return role in (part.role, f"{part.role}.{part.layer}")
+
+
+def seeded(attack: Any, seed: int) -> Any:
+    """The adversary's own draws differ from seed to seed, unless the settings give one."""
+    if is_dataclass(attack) and not isinstance(attack, type) and "seed" in {each.name for each in fields(attack)}:
+        return replace(attack, seed=seed)
+    return attack
+
+
+def no_sense(attack: Any, made: Made, ask: Ask) -> str | None:
+    """Why an attack cannot be run against a system, if so."""
+    if attack.vantage not in _VANTAGES[type(made.protocol)]:
+        return f"There is no vantage point {attack.vantage.__name__} in this protocol."
+    if attack.vantage is Server and made.defense.secure_aggregation:
+        return "Secure aggregation: no upload of a single client reaches the server. Attack the sums instead."
+    if attack.vantage is Server and isinstance(made.protocol, Recorded) and made.protocol.vantage == "Aggregator":
+        return "The recording is of sums: no upload of a single client is in it. Attack the sums instead."
+    if ask.role and attack.vantage is not Server:
+        return "A sum is not read by parts."
+    if ask.role and not any(part.shared and _has_role(part, ask.role) for part in made.components):
+        return f"Nothing of the role {ask.role} is sent."
+    return None
