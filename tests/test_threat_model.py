@@ -20,6 +20,7 @@ ALLOWED = {
     "recleak.kernels",
     "recleak.geometry",
     "recleak.kernels_gmf",
+    "recleak.kernels_heads",
     "recleak.kernels_moved",
     "recleak.kernels_prme",
     "recleak.metrics",

@@ -143,18 +143,18 @@ def merge(updates: list[Update]) -> Update:
         return replace(first, received={})
     client = torch.cat([update.client for update in updates])
     order = client.argsort()
-    count = torch.cat([update.offset.diff() for update in updates])
-    offset = torch.cat([count.new_zeros(1), count[order].cumsum(0)])
-    start = torch.empty_like(count).index_copy_(0, order, offset[:-1])  # i64[C]: where each client's rows go
-    item = first.item.new_empty(int(offset[-1]))
-    rows = {name: value.new_empty(len(item), *value.shape[1:]) for name, value in first.rows.items()}
-    done = 0
-    for update in updates:
-        shift = start[done : done + update.n_clients] - update.offset[:-1]
-        place = shift.index_select(0, update.owner) + torch.arange(len(update.item), device=item.device)
-        item.index_copy_(0, place, update.item)
-        for name, value in update.rows.items():
-            rows[name].index_copy_(0, place, value)
-        done += update.n_clients
-    values = {name: torch.cat([update.values[name] for update in updates])[order] for name in first.values}
-    return Update(client[order], values, rows, item, offset, first.n_items)
+    counts = [update.offset.diff().tolist() for update in updates]
+    count = torch.tensor([each for part in counts for each in part], dtype=torch.int64, device=client.device)[order]
+
+    def gathered(tables: list[Tensor]) -> Tensor:
+        pieces = [piece for table, sizes in zip(tables, counts, strict=True) for piece in torch.split(table, sizes)]
+        return torch.cat([pieces[place] for place in order.tolist()])
+
+    return Update(
+        client[order],
+        {name: torch.cat([update.values[name] for update in updates])[order] for name in first.values},
+        {name: gathered([update.rows[name] for update in updates]) for name in first.rows},
+        gathered([update.item for update in updates]),
+        torch.cat([count.new_zeros(1), count.cumsum(0)]),
+        first.n_items,
+    )

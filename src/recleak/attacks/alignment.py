@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,10 +47,13 @@ from recleak.attacks.membership import (
 from recleak.attacks.shadow import no_user_features, train_shadows
 from recleak.defenses.base import without_data_hooks
 from recleak.errors import ConfigError
-from recleak.models.base import Batch, Params
+from recleak.kernels_heads import along_slopes, sum_of_rows
+from recleak.models.base import Batch, Params, declared
+from recleak.training.chunks import one_thread
 from recleak.training.local import LocalData
 from recleak.update import Update
 
+ROWS = "item"  # the table that a head reads
 _TINY = 1e-20
 _ROWS = 1 << 14  # of a padded table
 _MOST = 8  # shadows of one client and rehearsal
@@ -226,15 +230,35 @@ def projections(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Movements along the unit gradients of the rows' scores; the scores; the lengths of the gradients; f32[N] each.
 
-    `own` is the guessed probability of each row, `uploaded` takes the head as uploaded instead of as broadcast. Clients
-    are padded to the largest of a group; groups are so small that memory does not grow with the number of clients.
+    `own` is the guessed probability of each row, `uploaded` takes the head as uploaded instead of as broadcast. Where
+    all gradients of a client are the same (the client's vector, or zero in its place), the line is that along which
+    its rows move.
     """
-    parts = []
-    for low, high in _groups(update.offset.diff().tolist()):
-        rows = slice(int(update.offset[low]), int(update.offset[high]))
-        some = update.select(torch.arange(low, high))
-        parts.append(_projections(knowledge, received, some, own[rows], expected[low:high], uploaded))
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), torch.cat([p[2] for p in parts])
+    found = _of_heads(knowledge, received, update, own, expected, uploaded)
+    if found is None:  # clients are padded to the largest of a group, so small that memory does not grow with clients
+        parts = []
+        for low, high in _groups(update.offset.diff().tolist()):
+            rows = slice(int(update.offset[low]), int(update.offset[high]))
+            some = update.select(torch.arange(low, high))
+            parts.append(_of_any_model(knowledge, received, some, own[rows], expected[low:high], uploaded))
+        found = _Slopes(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    along = found.product / found.length.clamp(min=_TINY)
+    mean = found.total.norm(dim=1) / update.offset.diff().clamp(min=1)
+    flat = mean >= 0.999 * _mean(found.length, update)
+    if bool(flat.any()):
+        moved = _flat(update.rows)
+        line = _principal(moved, update, expected)
+        along = torch.where(flat[update.owner], (moved * line[update.owner]).sum(1), along)
+    return along, found.score, found.length
+
+
+class _Slopes(NamedTuple):
+    """The gradients of the scores with respect to the rows, and what moved along them."""
+
+    product: Tensor  # f32[N]: of the movement with the gradient
+    score: Tensor  # f32[N]
+    length: Tensor  # f32[N]: of the gradient
+    total: Tensor  # f32[C, d]: the sum of the gradients
 
 
 def _groups(sizes: list[int]) -> Iterator[tuple[int, int]]:
@@ -248,9 +272,66 @@ def _groups(sizes: list[int]) -> Iterator[tuple[int, int]]:
     yield first, len(sizes)
 
 
-def _projections(
+def _of_heads(
     knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor, uploaded: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> _Slopes | None:
+    """In one compiled pass, where scores are a perceptron on a user's vector and plain rows; None elsewhere."""
+    model, clients = knowledge.model, update.n_clients
+    read = declared(model, "head_user")
+    tables = [part.name for part in knowledge.components if part.storage == "per_item"]
+    if read is None or tables != [ROWS] or list(update.rows) != tables or update.item.device.type != "cpu":
+        return None
+    table, item, offset = received[ROWS].contiguous(), update.item.numpy(), update.offset.numpy()
+    params = _beside_rows(knowledge, received, update, uploaded)
+    around = torch.empty(clients, table.shape[1])
+    if model.reads_neighbors:
+        sum_of_rows(table.numpy(), item, own.contiguous().numpy(), offset, around.numpy())
+    batch = Batch(
+        own=torch.zeros(clients, 0, dtype=torch.bool),
+        degree=expected,
+        neighbors={ROWS: around} if model.reads_neighbors else {},
+        user_features=no_user_features(knowledge, clients),
+    )
+    user = read(model, params, batch)
+    layers = sum(name.startswith("head.") and name.endswith(".weight") for name in params)
+    if user is None or layers < 2:
+        return None
+    names = [f"head.{n}.{kind}" for n in range(1, layers + 1) for kind in ("weight", "bias")]
+    same = not (uploaded and any(name in update.values for name in names)) and all(
+        part.shared for part in knowledge.components if part.name in names
+    )
+    head = torch.cat([params[name][: 1 if same else clients].flatten(1) for name in names], dim=1)
+    widths = np.array([*(params[f"head.{n}.weight"].shape[1] for n in range(1, layers + 1)), 1])
+    rows = len(update.item)
+    found = _Slopes(torch.empty(rows), torch.empty(rows), torch.empty(rows), torch.empty(clients, table.shape[1]))
+    moved, user = update.rows[ROWS].contiguous().numpy(), user.contiguous().numpy()
+    out = (found.product.numpy(), found.score.numpy(), found.length.numpy(), found.total.numpy())
+    with one_thread():
+        along_slopes(table.numpy(), item, offset, moved, user, head.contiguous().numpy(), widths, *out)
+    return found
+
+
+def _beside_rows(knowledge: Knowledge, received: Params, update: Update, uploaded: bool) -> Params:
+    """What the adversary takes for the clients' parameters beside item rows, f32[C, *shape]; zero where it cannot know
+    them.
+    """
+    params, clients = {}, update.n_clients
+    for part in knowledge.components:
+        if part.storage == "per_item":
+            continue
+        if part.shared:
+            whole = received[part.name]
+            value = whole.expand(clients, *part.shape) if part.storage == "dense" else whole[update.client]
+        else:
+            value = torch.zeros(clients, *part.shape)
+        params[part.name] = value + update.values[part.name] if uploaded and part.name in update.values else value
+    return params
+
+
+def _of_any_model(
+    knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor, uploaded: bool
+) -> _Slopes:
+    """By automatic differentiation of whatever the model computes."""
     model, clients = knowledge.model, update.n_clients
     place = torch.arange(len(update.item)) - update.offset[:-1][update.owner]  # i64[N]: of a row within its client
     width = int(update.offset.diff().max())
@@ -259,19 +340,12 @@ def _projections(
         name: rows.new_zeros(clients, width, *rows.shape[1:]).index_put_((update.owner, place), rows).requires_grad_()
         for name, rows in table.items()
     }
-    params: Params = dict(leaves)
-    for part in knowledge.components:
-        if part.name in params:
-            continue
-        if part.shared and part.storage == "dense":
-            value = received[part.name].expand(clients, *part.shape)
-        elif part.shared:
-            value = received[part.name][update.client]
-        elif part.storage == "per_item":
-            value = torch.zeros(clients, width, *part.shape)
-        else:
-            value = torch.zeros(clients, *part.shape)
-        params[part.name] = value + update.values[part.name] if uploaded and part.name in update.values else value
+    kept = [part for part in knowledge.components if part.storage == "per_item" and part.name not in leaves]
+    params = {
+        **_beside_rows(knowledge, received, update, uploaded),
+        **{part.name: torch.zeros(clients, width, *part.shape) for part in kept},
+        **leaves,
+    }
     weighted = {name: rows * own.reshape(-1, *[1] * (rows.dim() - 1)) for name, rows in table.items()}
     fixed = model.item_features(knowledge.n_items)
     features, around = None, None
@@ -294,17 +368,9 @@ def _projections(
     slopes = torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
     each = {name: slope[update.owner, place] for name, slope in zip(leaves, slopes, strict=True)}
     gradient = _flat(each)  # f32[N, d]
-    moved = _flat(update.rows)
-    length = gradient.norm(dim=1)
-    mean = _mean(length, update)
-    flat = (
-        _mean(gradient, update).norm(dim=1) >= 0.999 * mean
-    )  # all the same: the client's vector, or zero in its place
-    along = (moved * gradient).sum(1) / length.clamp(min=_TINY)
-    if bool(flat.any()):
-        line = _principal(moved, update, expected)
-        along = torch.where(flat[update.owner], (moved * line[update.owner]).sum(1), along)
-    return along, logits.detach()[update.owner, place], length
+    product = (_flat(update.rows) * gradient).sum(1)
+    score = logits.detach()[update.owner, place]
+    return _Slopes(product, score, gradient.norm(dim=1), _sum(gradient, update))
 
 
 def _principal(moved: Tensor, update: Update, expected: Tensor) -> Tensor:

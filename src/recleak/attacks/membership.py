@@ -123,7 +123,9 @@ class FromUploads(Evidence):
             return self._remember(state, message)
         if not isinstance(message, Upload):
             return state
-        update = message.update.select(self._counts(state, message.update.client, message.round))
+        wanted, update = self._counts(state, message.update.client, message.round), message.update
+        if len(wanted) < update.n_clients:
+            update = update.select(wanted)
         received = _received(state)
         if not received or not len(update.item):
             return state

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -40,11 +40,14 @@ class Model:
         """Whether it needs `Batch.neighbors`: then every own row moves at every step."""
         return False
 
-    # What compiled loops rely on. Only what a class itself declares counts: a subclass may compute something else.
+    # What compiled loops rely on. Only what a class itself declares counts (`declared`).
     # perceptron: (user, item) if with a head the logits are `mlp(params, user, item)`, no more; with `star`, on vectors
     # that were propagated. star: a method, f32[C] -> f32[C, 5]; for the degree of each client five weights w, so that
     # for the vector u, the sum S of own rows and a row q, users are w0 u + w1 S, items w2 q + [own] (w3 u + w4 S).
+    # head_user: a method like `logits`; the vector f32[C, u] that, with plain rows of `item`, is what the head reads:
+    # the logits are `mlp(params, head_user, item)`. None: they are something else.
     perceptron: ClassVar[tuple[str, str] | None] = None
+    head_user: ClassVar[Callable[..., Tensor | None] | None] = None
     star: ClassVar[Callable[..., Tensor] | None] = None
 
     def components(self) -> tuple[Component, ...]:
@@ -66,3 +69,8 @@ class Model:
     def item_features(self, n_items: int) -> Tensor | None:
         """Constant public features of all items, f32[I, G], if the model has any."""
         return None
+
+
+def declared(model: Model, name: str) -> Any:
+    """What a model's own class says of itself, or None; not its parents, for a subclass may compute something else."""
+    return vars(type(model)).get(name)

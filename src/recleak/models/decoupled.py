@@ -61,9 +61,12 @@ class Decoupled(Model):
 
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """The head on both vectors of the user and the item's row."""
+        return mlp(params, self.head_user(params, batch), params["item"])
+
+    def head_user(self, params: Params, batch: Batch) -> Tensor:
+        """Both vectors of the user."""
         user, private = params["user"], params["user.private"]
         if self.graph:
             mean = batch.neighbors["item"] / batch.degree.clamp(min=1).unsqueeze(1)  # f32[C, d]
             user, private = (user + mean) / 2, (private + mean) / 2
-        both = torch.cat([user, private], dim=1) if self.combine == "concat" else user + private
-        return mlp(params, both, params["item"])
+        return torch.cat([user, private], dim=1) if self.combine == "concat" else user + private

@@ -81,15 +81,25 @@ class FeatureGCN(Model):
         return torch.from_numpy(drawn.astype(np.float32))
 
     def logits(self, params: Params, batch: Batch) -> Tensor:
-        """W1 is applied to the mean of the z_v, which is the mean of the W1 z_v."""
+        """The head on [z_u*, z_v]."""
         if batch.user_features is None:
             raise ValueError("Got a batch without user_features, expected f32[C, F]: give the clients' features.")
         item, total = self._items(params, batch)
-        mean = (total / batch.degree.clamp(min=1).unsqueeze(1)).unsqueeze(1)  # f32[C, 1, d]
-        z_u = torch.bmm(batch.user_features.unsqueeze(1), params["user.encoder"])  # f32[C, 1, d]
+        return mlp(params, self._user(params, batch.user_features, total, batch.degree), item, bounded=self.bounded)
+
+    def head_user(self, params: Params, batch: Batch) -> Tensor | None:
+        """z_u*, where items are rows of a table."""
+        if self.item_side != "table" or self.bounded or batch.user_features is None:
+            return None
+        return self._user(params, batch.user_features, batch.neighbors["item"], batch.degree)
+
+    def _user(self, params: Params, features: Tensor, total: Tensor, degree: Tensor) -> Tensor:
+        """z_u*, f32[C, d]; W1 is applied to the mean of the z_v, which is the mean of the W1 z_v."""
+        mean = (total / degree.clamp(min=1).unsqueeze(1)).unsqueeze(1)  # f32[C, 1, d]
+        z_u = torch.bmm(features.unsqueeze(1), params["user.encoder"])  # f32[C, 1, d]
         joined = torch.baddbmm(z_u, mean, params["user.neighbors.weight"])
         output = torch.baddbmm(params["user.output.bias"].unsqueeze(1), joined, params["user.output.weight"])
-        return mlp(params, output.relu().squeeze(1), item, bounded=self.bounded)
+        return output.relu().squeeze(1)
 
     def _items(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """z_v of the scored items, f32[C, B, d], and the sum of z_v over the own items, f32[C, d]."""

@@ -34,6 +34,10 @@ class NCF(Model):
             *head_components((2 * self.factors, *self.hidden), self.head_init, bounded=self.bounded),
         )
 
+    def head_user(self, params: Params, batch: Batch) -> Tensor | None:
+        """The user's vector."""
+        return None if self.bounded else params["user"]
+
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """The head on [user, item]."""
         return mlp(params, params["user"], params["item"], bounded=self.bounded)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recleak import kernels_sgd
 from recleak.defenses.objective_perturbation import linear_terms
+from recleak.models.base import declared
 from recleak.models.lightgcn import LightGCN
 from recleak.models.mf import MF
 from recleak.training.optimizers import SGD
@@ -98,7 +99,7 @@ def _parts(visit: Visit) -> tuple[list[str], list[str], list[int]] | None:
     elif type(model) is LightGCN and model.score == "dot":
         names, tables = ["user"], ["item"]
     else:
-        perceptron = vars(type(model)).get("perceptron")
+        perceptron = declared(model, "perceptron")
         layers = [value for name, value in visit.values.items() if name.endswith(".weight")]
         if perceptron is None or len(layers) < 2 or (model.reads_neighbors and model.star is None):
             return None

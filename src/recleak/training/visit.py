@@ -21,7 +21,7 @@ from recleak import kernels
 from recleak.defenses.base import Defense, Scene, hooks
 from recleak.defenses.proximal import Norm, proximal_terms
 from recleak.errors import ConfigError
-from recleak.models.base import Batch, Params
+from recleak.models.base import Batch, Params, declared
 from recleak.models.components import Component
 from recleak.streams import Streams
 from recleak.training.attributes import public_of
@@ -204,7 +204,7 @@ class Visit:
     def _walk_compiled(self, rows: dict[str, LazyRows | DirectRows]) -> Tensor | None:
         """The whole visit in one compiled loop, where there is one: a perceptron under cross-entropy and fresh Adam."""
         model, adam = self.task.model, self.optimizer
-        names = vars(type(model)).get("perceptron")  # its own: a subclass may compute something else
+        names = declared(model, "perceptron")
         if names is None or not self._compiles(names[1]) or not isinstance(adam, Adam):
             return None
         layers = [value for name, value in self.values.items() if name.endswith(".weight")]
