@@ -289,6 +289,11 @@ class KnownColumns(RowPerClient):
 # --- the chain --------------------------------------------------------------------------------------------------------
 
 
+def learner_of_items() -> Logistic:
+    """A logistic regression on rows of length 1 with a column for each item."""
+    return Logistic(C=10.0, prepare=Preparation("unit", "none"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ThroughItems:
     """First which items are a user's own, then what these tell about the user.
@@ -298,7 +303,7 @@ class ThroughItems:
     """
 
     membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0, participation="all"))
-    learner: Learner = field(default_factory=lambda: Logistic(C=10.0, prepare=Preparation("unit", "none")))
+    learner: Learner = field(default_factory=learner_of_items)
     seed: int = 0
 
     vantage: ClassVar[type[Server]] = Server

@@ -73,7 +73,8 @@ def leading(models: Tensor, common: Tensor, who: Tensor, what: Tensor) -> Tensor
     """
     spread = torch.empty(len(who), models.shape[2], models.shape[2], dtype=torch.float64)
     spread_apart(*(each.contiguous().numpy() for each in (models, common, who, what)), spread.numpy())
-    return torch.linalg.eigh(spread).eigenvectors[:, :, -1].float()
+    along: Tensor = torch.linalg.eigh(spread).eigenvectors[:, :, -1].float()
+    return along
 
 
 def directions(knowledge: Knowledge, message: Push) -> Tensor | None:
