@@ -72,7 +72,7 @@ def test_items_and_gender_are_found_beside_their_nulls(whole: tuple[Findings, Pa
     for question, nulls in NULLS.items():
         rows = findings.scores.filter((pl.col("question") == question) & (pl.col("role") == "null"))
         assert set(rows["attack"]) == nulls
-        assert not rows["value"].is_null().any()
+        assert not rows.filter(pl.col("metric") == "auc")["value"].is_null().any()
 
 
 @pytest.mark.heavy
@@ -105,18 +105,21 @@ def test_report_matrix_and_canaries(whole: tuple[Findings, Path], tmp_path: Path
     assert "**small, gmf, gossip: membership**" in text
     assert "**small, gmf, gossip: gender**" in text
     assert "*popularity-of-peers*" in text
-    bound = findings.ledger.filter(pl.col("kind") == "measured") if "kind" in findings.ledger.columns else None
-    assert bound is None or len(bound)
+    bound = findings.ledger.filter(pl.col("defense") == "share")["at_least"].drop_nulls()
+    assert float(bound.max()) > 0.5, "planted items are seen too"  # type: ignore[arg-type]
 
 
 @pytest.mark.heavy
 def test_a_node_alone_in_one_tick_and_one_that_hears_nobody(data: str, tmp_path: Path) -> None:
-    protocol = {**table(data)["protocol"], "rounds": 1, "loss": 0.999}
-    changes = {"protocol": protocol, "defenses": ["share"], "attacks": ["items-of-peers", "vectors-of-peers"]}
+    few, none = ({"name": f"{loss}", "rounds": 1, "loss": loss} for loss in (0.0, 0.97))
+    protocols = [{**table(data)["protocol"], **each} for each in (few, none)]
+    changes = {"protocol": protocols, "defenses": ["share"], "attacks": ["items-of-peers", "vectors-of-peers"]}
     findings = audit_run(experiment(table(data, **changes)), tmp_path / "run", command="test")
-    rows = findings.scores.filter((pl.col("role") == "attack") & pl.col("value").is_null())
-    assert len(rows) == 2
-    assert rows["reason"].str.contains("Nobody sent it a model").all()
+    rows = findings.scores.filter((pl.col("role") == "attack") & (pl.col("metric") == "auc"))
+    alone, deaf = (rows.filter(pl.col("protocol") == name) for name in ("0.0", "0.97"))
+    assert alone.filter(pl.col("attack") == "items-of-peers")["value"].to_list() in ([0.5], [None]), "no earlier tick"
+    assert deaf["value"].is_null().all()
+    assert deaf["reason"].str.contains("Nobody sent it a model").all()
 
 
 @pytest.mark.heavy

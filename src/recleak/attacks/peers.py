@@ -107,6 +107,8 @@ class ItemsOfPeers(_OfPeers):
 
     def chances(self, knowledge: Knowledge, state: State, client: Tensor) -> Tensor:
         """The probabilities of all items of clients that were heard of, i64[B] -> f64[B, I]."""
+        if not len(client):
+            return torch.empty(0, knowledge.n_items, dtype=torch.float64)
         odds = torch.stack([state[f"{self.ROW}{number}"] for number in client.tolist()])
         if self.popularity:
             odds = odds + popularity_odds(knowledge, torch.arange(knowledge.n_items))
@@ -148,8 +150,7 @@ class PeersThroughItems:
         """Probabilities of items, then of classes."""
         client = state["participations"].nonzero().squeeze(1)
         parts = [self.membership.chances(knowledge, state, some).float() for some in torch.split(client, _BLOCK)]
-        rows = torch.cat(parts) if len(client) else torch.empty(0, knowledge.n_items)
-        return by_learner(knowledge, question, client, rows, self.learner, self.seed)
+        return by_learner(knowledge, question, client, torch.cat(parts), self.learner, self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
