@@ -29,7 +29,7 @@ from recleak.metrics.intervals import Estimate, bootstrap_crossed
 
 VANTAGES = {
     "Server": "The server that receives uploads",
-    "Peers": "A node of the gossip that receives models",
+    "Peers": "A node of the gossip, or a group of them, that receives models",
     "Aggregator": "The server that receives sums of uploads",
     "Audience": "Somebody who sees the lists that users are shown",
     "Holder": "Somebody who holds users' vectors",

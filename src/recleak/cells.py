@@ -44,6 +44,7 @@ NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
     Server: ("random", "all-positive", "popularity"),
     Aggregator: ("popularity-of-sums",),
     Holder: ("popular-items",),
+    Peers: ("random-of-peers", "all-positive-of-peers", "popularity-of-peers"),
 }
 GIVEN = "given"  # the folder of what was read, where outputs exist already
 RECORDED = "recorded"  # the protocol of a federation that ran elsewhere
@@ -53,6 +54,7 @@ ATTRIBUTE_NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
     Server: ("majority", "proportional"),
     Audience: ("majority-of-audience", "proportional-of-audience"),
     Holder: ("majority-of-holder", "proportional-of-holder"),
+    Peers: ("majority-of-peers", "proportional-of-peers"),
 }
 COMMUNITY_NULLS: Mapping[type[Vantage[Any]], tuple[str, Mapping[str, Any]]] = {
     Server: ("random users", {"use": "community", "scoring": "random"}),

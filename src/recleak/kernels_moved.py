@@ -1,4 +1,4 @@
-"""Which rows of received models moved, compiled by numba as in `kernels`: the chain to communities at nodes.
+"""Which rows of received models moved, compiled by numba as in `kernels`: for attacks at nodes.
 
 Axis letters: m models, A adversaries, I items, d factors, k pairs of an adversary and a model.
 """
@@ -39,6 +39,31 @@ def spread_apart(models: F32, common: F32, who: I64, what: I64, out: F64) -> Non
 
 
 @compiled
+def _project(model: F32, base: F32, line: F32, oriented: bool, moved: F32) -> None:
+    """How far each row of a model is from the base along a line, f32[I, d] twice, f32[d] -> f32[I].
+
+    Unless the line is oriented, its sign is the one with which few rows are large and many small.
+    """
+    cubes = 0.0
+    for i in range(model.shape[0]):
+        step = np.float32(0)
+        for j in range(model.shape[1]):
+            step += (model[i, j] - base[i, j]) * line[j]
+        moved[i] = step
+        cubes += float(step * step * step)
+    if not oriented and cubes < 0:
+        for i in range(model.shape[0]):
+            moved[i] = -moved[i]
+
+
+@compiled
+def project_apart(models: F32, common: F32, who: I64, what: I64, along: F32, oriented: bool, out: F32) -> None:
+    """How far each pair's rows moved along the pair's direction, f32[m, I, d], f32[A, I, d], f32[k, d] -> f32[k, I]."""
+    for k in range(who.shape[0]):
+        _project(models[what[k]], common[who[k]], along[k], oriented, out[k])
+
+
+@compiled
 def similar_by_moved(
     models: F32, common: F32, who: I64, what: I64,  # f32[m, I, d], f32[A, I, d], i64[k] twice
     along: F32,  # f32[k, d]: the direction in which own items of the pair's sender moved
@@ -48,20 +73,11 @@ def similar_by_moved(
     out: F32,  # f32[k]
 ) -> None:  # fmt: skip
     """Jaccard of the rows that moved most with the targets; of rows that moved alike, what a random choice gives."""
-    items, d = models.shape[1], models.shape[2]
+    items = models.shape[1]
     moved = np.empty(items, np.float32)
     for k in range(who.shape[0]):
-        model, base, wanted, line = models[what[k]], common[who[k]], targets[who[k]], along[k]
-        cubes = 0.0
-        for i in range(items):
-            step = np.float32(0)
-            for j in range(d):
-                step += (model[i, j] - base[i, j]) * line[j]
-            moved[i] = step
-            cubes += float(step * step * step)
-        if not oriented and cubes < 0:
-            for i in range(items):
-                moved[i] = -moved[i]
+        wanted = targets[who[k]]
+        _project(models[what[k]], common[who[k]], along[k], oriented, moved)
         limit = np.partition(moved, items - size)[items - size]
         above, level, count = 0.0, 0.0, 0.0  # targets above the limit and at it, and the target items in all
         taken, tied = 0, 0

@@ -35,6 +35,7 @@ from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
 from recleak.protocols.published import Published
 from recleak.protocols.recorded import Recorded
 from recleak.protocols.vectors import Vectors
+from recleak.recording import Tap
 from recleak.storing import (
     DELTA,
     store,
@@ -48,8 +49,8 @@ from recleak.storing import (
 from recleak.training.cohort import DivergedError
 from recleak.training.executor import InProcess
 from recleak.utility import union
-from recleak.wire import Aggregator, Server, Vantage
-from recleak.wiretap import Wiretap, no_sense, seeded
+from recleak.wire import Aggregator, Peers, Server, Vantage
+from recleak.wiretap import Hearing, Wiretap, no_sense, seeded
 
 _ASKED = 2_000  # users that are asked about where nothing narrows the question down, and others' items of each
 _SCOUTS: Mapping[type[Vantage[Any]], str] = {Server: "random", Aggregator: "popularity-of-sums"}  # what pairs are asked
@@ -97,13 +98,17 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
         for vantage, name in _SCOUTS.items()
         if vantage in seen
     }
-    trained = _train(cell, made, taps, list(scouts.values()), threads)
-    rounds = _first_rounds(made)
+    ears = _ears(cell, taps)
+    trained = _train(cell, made, taps, [*scouts.values(), *ears.values()], threads)
+    everybody = _first_rounds(made)
     for ask in cell.asks:
         if (tap := taps.get(ask.key)) is None:
             continue
+        rounds = ears[ask.key].first.numpy() if ask.key in ears else everybody
         if tap.failed is not None:
             store_reason(cell, ask, tap.failed)
+        elif ask.key in ears and not (rounds >= 0).any():
+            store_reason(cell, ask, "Nobody sent it a model, expected some.\n  Run more ticks, or let nodes collude.")
         elif ask.attribute:
             store_attribute(cell, ask, tap, made, rounds)
         elif ask.community:
@@ -112,7 +117,7 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
             store_mark(cell, ask, tap, made, rounds)
         elif canaries is None:
             scout = scouts.get(tap.attack.vantage)
-            asked = _any_pairs(made) if scout is None else pairs_seen(scout.state(), made.train.n_items)
+            asked = _any_pairs(made, rounds) if scout is None else pairs_seen(scout.state(), made.train.n_items)
             store_grades(cell, ask, tap, asked, made, rounds)
         else:
             store_bound(cell, ask, tap, canaries.of(np.flatnonzero(rounds >= 0)))
@@ -142,8 +147,18 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
     store(cell, "facts", {"reason": None, "ledger": [asdict(entry) for entry in entries]})
 
 
+def _ears(cell: Cell, taps: Mapping[str, Wiretap]) -> dict[str, Hearing]:
+    """By attack of one group of nodes, whom the group hears of. Who guesses is asked about everybody."""
+    of_groups = {ask.key for ask in cell.asks if ask.community or ask.mark is not None}
+    return {
+        key: Hearing(tap.vantage)
+        for key, tap in taps.items()
+        if isinstance(tap.vantage, Peers) and hasattr(tap.attack, "colluders") and key not in of_groups
+    }
+
+
 def _train(
-    cell: Cell, made: Made, taps: Mapping[str, Wiretap], scouts: Sequence[Wiretap], threads: int
+    cell: Cell, made: Made, taps: Mapping[str, Wiretap], scouts: Sequence[Tap], threads: int
 ) -> FederatedModel | GossipModel | CentralizedModel | None:
     """By the system's protocol, with all taps; users tell what they keep if an adversary plays one of them."""
     listening = [*taps.values(), *scouts]
@@ -155,7 +170,7 @@ def _train(
         return None
     if isinstance(made.protocol, Centralized):
         return train_central(made, made.split, listening, made.seed, cell.path / f"work-{digest(sorted(taps))}")
-    plays = any(getattr(tap.attack, "vector", "") in ("told", "mean") for tap in listening)
+    plays = any(getattr(tap.attack, "vector", "") in ("told", "mean") for tap in taps.values())
     confidants = range(made.train.n_users) if plays else ()
     features = None if made.features is None else made.features.values
     work = cell.path / f"work-{digest(sorted(taps))}"
@@ -216,15 +231,13 @@ def _first_rounds(made: Made) -> NDArray[np.int64]:
     return first
 
 
-def _any_pairs(made: Made) -> WhichItems:
+def _any_pairs(made: Made, rounds: NDArray[np.int64]) -> WhichItems:
     """Which items are a user's own, of all, where no message narrows them down: own items and others.
 
-    Of at most so many users who have vectors and items; of each its own items, and at most so many others, both drawn.
+    Of at most so many users who took part (`rounds`, i64[U], is not -1) and have items; of each its own items, and at
+    most so many others, both drawn.
     """
-    if not isinstance(made.protocol, Vectors):
-        raise AssertionError("only asked of vectors")
-    matrix, users = made.train.matrix(), made.protocol.users(made.train)
-    users = users[made.train.activity[users] > 0]
+    matrix, users = made.train.matrix(), np.flatnonzero((rounds >= 0) & (made.train.activity > 0))
     if not len(users):
         raise ConfigError(
             "No user with a vector has an item, expected some.\n  Check that vectors and items use the same ids."

@@ -199,6 +199,12 @@ def lookouts_of(made: Made, attack: Any) -> Tensor | None:
     return torch.from_numpy(random.bits(made.seed, "lookouts", users).argsort()[:_LOOKOUTS])
 
 
+def node_of(made: Made) -> Tensor:
+    """The user who plays the adversary at nodes where one does: of those with items, drawn, i64[1]."""
+    users = np.flatnonzero(made.train.activity)
+    return torch.from_numpy(users[random.bits(made.seed, "node", users).argsort()[:1]])
+
+
 def truth_of_mark(made: Made, ask: Ask) -> Tensor:
     """Who holds the mark, bool[U]; in the audit's test of itself, some other users."""
     if ask.mark is None:

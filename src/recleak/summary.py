@@ -47,7 +47,7 @@ _ADD = {
     "not found": "The {what} add little to that, or nothing.",
     "cannot tell": "Whether the {what} add to that is uncertain: more users or seeds would tell.",
 }
-_SEEN = {"Audience": "lists", "Holder": "vectors"}
+_SEEN = {"Audience": "lists", "Holder": "vectors", "Peers": "models"}
 _WHAT = {MEMBERSHIP: "a user's own items from the others", COMMUNITY: "who is in a user's community from who is not"}
 _TOO_FEW = "Too few pairs that are not own items to tell."
 _NULLS = {
@@ -61,6 +61,11 @@ _NULLS = {
     "proportional-of-audience": "who guesses by how frequent the classes are",
     "majority-of-holder": "who always says the most frequent class",
     "proportional-of-holder": "who guesses by how frequent the classes are",
+    "majority-of-peers": "who always says the most frequent class",
+    "proportional-of-peers": "who guesses by how frequent the classes are",
+    "popularity-of-peers": "who only knows which items are popular",
+    "random-of-peers": "who guesses at random",
+    "all-positive-of-peers": "who takes all items for own ones",
     "popular-items": "who only knows which items are popular",
     "from-history": "who reads what users did and no list",
     "random users": "who guesses at random",

@@ -25,11 +25,12 @@ from recleak.protocols.recorded import Recorded
 from recleak.protocols.vectors import Vectors
 from recleak.storing import (
     lookouts_of,
+    node_of,
     truth_of_communities,
     truth_of_mark,
 )
 from recleak.watching import Watching, spread
-from recleak.wire import Aggregator, Audience, Holder, Message, Peers, Server, Upload, Vantage
+from recleak.wire import Aggregator, Audience, Holder, Message, Peers, Push, Server, Upload, Vantage
 
 _FAILED = "failed: why"  # in the state of a tap
 _VANTAGES: Mapping[type, Sequence[type[Vantage[Any]]]] = {
@@ -55,7 +56,7 @@ class Wiretap(Watching[Any, Any]):
         if ask is not None and ask.community:
             question, truth = WhoBelongs(users, users), truth_of_communities(made, ask)
             grade = partial(grade_communities, truth=truth, size=ask.community, leader=users)
-        leader: Tensor | None = users
+        leader: Tensor | None = users if ask is not None and ask.community else node_of(made)
         if ask is not None and ask.mark is not None:
             leader = lookouts_of(made, attack)
             targets = torch.from_numpy(ask.mark.items(made.split.train)).float()
@@ -65,7 +66,7 @@ class Wiretap(Watching[Any, Any]):
             question = WhoBelongs(torch.arange(len(public["targets"])), users)
             grade = partial(grade_holders, truth=truth_of_mark(made, ask), leader=leader)
         if attack.vantage is Peers:
-            groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed)[leader]
+            groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed, leader)
             knowledge = replace(knowledge, public={**knowledge.public, "groups": groups})
         vantage = Peers(groups) if attack.vantage is Peers else attack.vantage()
         super().__init__(vantage, attack, knowledge, question, grade, spread(made.protocol.rounds))
@@ -99,6 +100,32 @@ class Wiretap(Watching[Any, Any]):
             self.failed = bytes(state[_FAILED].tolist()).decode()
 
 
+class Hearing:
+    """Whose models the members of one group received, and in which tick first: whom an audit asks the group about."""
+
+    def __init__(self, vantage: Peers) -> None:
+        self.vantage = vantage
+        self.first = torch.full((vantage.groups.shape[1],), -1)  # i64[U]; -1: never, and members of the group
+
+    def receive(self, message: Message) -> None:
+        """Of a push, who sent it."""
+        if isinstance(message, Push):
+            group = self.vantage.groups[0]
+            sender = message.sender[group[message.receiver]]
+            self.first[sender[(self.first[sender] < 0) & ~group[sender]]] = message.round
+
+    def state(self) -> dict[str, Tensor]:
+        """Who was heard."""
+        return {"first": self.first.clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The same."""
+        self.first = state["first"].clone()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def _has_role(part: Component, role: str) -> bool:
     return role in (part.role, f"{part.role}.{part.layer}")
 
@@ -119,7 +146,7 @@ def no_sense(attack: Any, made: Made, ask: Ask) -> str | None:
     if attack.vantage is Server and isinstance(made.protocol, Recorded) and made.protocol.vantage == "Aggregator":
         return "The recording is of sums: no upload of a single client is in it. Attack the sums instead."
     if ask.role and attack.vantage is not Server:
-        return "A sum is not read by parts."
+        return "Only uploads are read by parts."
     if ask.role and not any(part.shared and _has_role(part, ask.role) for part in made.components):
         return f"Nothing of the role {ask.role} is sent."
     return None

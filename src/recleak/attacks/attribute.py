@@ -25,6 +25,7 @@ from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
 from recleak.attacks.learners import Learner, Logistic, Network, Preparation
 from recleak.attacks.membership import FromUploads, pairs_with_odds
+from recleak.attacks.rows import KeepsRows, seen_rows
 from recleak.errors import ConfigError
 from recleak.kernels import F32, I64
 from recleak.models.components import Component
@@ -33,8 +34,6 @@ from recleak.wire import Server, ServerMessage, Upload
 
 Summary = Literal["raw", "norms"]
 Reading = Literal["norm", "rank one"]
-Rounds = Literal["last", "all"] | int
-_ROW = "row "  # before a client's number in the state
 
 
 # --- what is known of users -------------------------------------------------------------------------------------------
@@ -96,51 +95,20 @@ def by_learner(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowPerClient:
-    """Attacks that keep one row for each client. A fold adds or replaces the rows of a message, and copies no other."""
-
-    rounds: Rounds = "all"
+class RowPerClient(KeepsRows):
+    """Attacks that turn each client of an upload into a row."""
 
     vantage: ClassVar[type[Server]] = Server
     question: ClassVar[type[WhichAttribute]] = WhichAttribute
-    ROW: ClassVar[str] = _ROW
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rounds, int) and self.rounds not in ("last", "all"):
-            raise ConfigError(f"rounds is {self.rounds!r}, expected 'last', 'all' or the number of a round.")
-
-    def init(self, knowledge: Knowledge) -> State:
-        """Nobody was seen."""
-        return {"participations": torch.zeros(knowledge.n_users, dtype=torch.int64)}  # i64[U], of those that count
 
     def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """Turn each client of an upload into a row."""
         if not isinstance(message, Upload) or not self._counts(message.round) or not message.update.n_clients:
             return state
-        client, rows = message.update.client, self._rows(knowledge, message.update)  # f32[C, *]
-        names = [f"{_ROW}{number}" for number in client.tolist()]
-        new = {name: row.clone() for name, row in zip(names, rows, strict=True)}
-        if self._adds():
-            new = {name: state[name] + row if name in state else row for name, row in new.items()}
-        seen = state["participations"].index_add(0, client, torch.ones_like(client))
-        return {**state, **new, "participations": seen}
-
-    def _counts(self, round: int) -> bool:
-        return self.rounds in ("last", "all", round)
-
-    def _adds(self) -> bool:
-        return self.rounds == "all"
+        return self._with(state, message.update.client, self._rows(knowledge, message.update))
 
     def _rows(self, knowledge: Knowledge, update: Update) -> Tensor:
         raise NotImplementedError
-
-
-def seen_rows(state: State) -> tuple[Tensor, Tensor]:
-    """The clients that have a row, i64[n], ascending, and their rows, f32[n, *]."""
-    client = state["participations"].nonzero().squeeze(1)
-    if not len(client):
-        return client, torch.empty(0, 0)
-    return client, torch.stack([state[f"{_ROW}{number}"] for number in client.tolist()])
 
 
 # --- a learner on what was changed ------------------------------------------------------------------------------------
@@ -193,11 +161,6 @@ class FromUpdates(RowPerClient):
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Train on the known clients that were seen, predict the others."""
         return by_learner(knowledge, question, *self.read(state), self.learner, self.seed)
-
-    def read(self, state: State) -> tuple[Tensor, Tensor]:
-        """The clients that were seen, i64[n], ascending, and what a learner reads of them, f32[n, p]."""
-        client, rows = seen_rows(state)
-        return client, rows / state["participations"][client].unsqueeze(1) if self._adds() else rows
 
     def _rows(self, knowledge: Knowledge, update: Update) -> Tensor:
         pieces = []
@@ -326,6 +289,11 @@ class KnownColumns(RowPerClient):
 # --- the chain --------------------------------------------------------------------------------------------------------
 
 
+def learner_of_items() -> Logistic:
+    """A logistic regression on rows of length 1 with a column for each item."""
+    return Logistic(C=10.0, prepare=Preparation("unit", "none"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ThroughItems:
     """First which items are a user's own, then what these tell about the user.
@@ -335,7 +303,7 @@ class ThroughItems:
     """
 
     membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0, participation="all"))
-    learner: Learner = field(default_factory=lambda: Logistic(C=10.0, prepare=Preparation("unit", "none")))
+    learner: Learner = field(default_factory=learner_of_items)
     seed: int = 0
 
     vantage: ClassVar[type[Server]] = Server

@@ -403,18 +403,20 @@ def groups_of(knowledge: Knowledge) -> Tensor:
         raise ConfigError(
             "The attack needs to know who is in it, got no groups: give public={'groups': bool[A, nodes]}."
         )
-    groups = knowledge.public["groups"]
-    if len(groups) != len(targets_of(knowledge)):
-        raise ConfigError(f"Got {len(groups)} groups and targets for {len(targets_of(knowledge))}, expected as many.")
+    groups, targets = knowledge.public["groups"], knowledge.public.get("targets")
+    if targets is not None and len(groups) != len(targets):
+        raise ConfigError(f"Got {len(groups)} groups and targets for {len(targets)}, expected as many.")
     return groups
 
 
-def colluding(n_users: int, share: float, seed: int) -> Tensor:
-    """Every node as an adversary, with a random share of all nodes beside it, bool[U, U]."""
-    groups = torch.eye(n_users, dtype=torch.bool)
+def colluding(n_users: int, share: float, seed: int, leader: Tensor | None = None) -> Tensor:
+    """Every node as an adversary, or the given ones, i64[A], with a random share of all nodes beside it, bool[A, U]."""
+    leader = torch.arange(n_users) if leader is None else leader
+    groups = torch.zeros(len(leader), n_users, dtype=torch.bool)
+    groups[torch.arange(len(leader)), leader] = True
     count = round(share * n_users)
     if count:
-        lot = random.bits(seed, "colluders", np.arange(n_users)[:, None], np.arange(n_users)).argsort(1)
+        lot = random.bits(seed, "colluders", leader.numpy()[:, None], np.arange(n_users)).argsort(1)
         groups.scatter_(1, torch.from_numpy(lot[:, :count].copy()), True)
     return groups
 

@@ -10,21 +10,12 @@ from torch import Tensor
 
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichItems, WhoBelongs
-from recleak.attacks.community import (
-    TINY,
-    UNSEEN,
-    WEIGHT,
-    Keeping,
-    PeerCommunity,
-    groups_of,
-    mean_items,
-    targets_of,
-)
+from recleak.attacks.community import TINY, UNSEEN, Keeping, PeerCommunity, mean_items, targets_of
 from recleak.attacks.membership import FromUploads, pairs_with_odds
+from recleak.attacks.moved import directions, leading, nothing_common, received, senders, table_of
 from recleak.errors import ConfigError
-from recleak.kernels_moved import add_models, similar_by_moved, spread_apart
-from recleak.models.mf import GMF
-from recleak.wire import Disclosure, PeerMessage, Peers, Push, Server, ServerMessage
+from recleak.kernels_moved import similar_by_moved
+from recleak.wire import Disclosure, PeerMessage, Peers, Server, ServerMessage
 
 Reading = Literal["jaccard", "count"]
 
@@ -74,11 +65,8 @@ class PeerCommunityThroughItems:
     """The chain at nodes of a gossip: which item rows did the sender's own training move, and how similar are these
     items to the targets (Jaccard)? It needs nobody's vector. For matrix factorization (one item table of vectors).
 
-    What a network has in common is taken away: the mean of the models that the adversary received in earlier ticks,
-    where each tick counts twice as much as the one before. A client's own items move along one direction (in GMF along
-    h * u, its negatives against it), so with the user's vector sent, that is the direction; without it, the leading one
-    of what is left, f32[I, d], with the sign that makes few rows large and many small. As many rows as a client has
-    items on average (`popularity` must be public) are taken for its own. It holds two item tables for each adversary.
+    `attacks.moved` says which rows moved. As many as a client has items on average (`popularity` must be public) are
+    taken for its own. It holds two item tables for each adversary.
     """
 
     keep: Keeping = "latest"
@@ -92,11 +80,7 @@ class PeerCommunityThroughItems:
 
     def init(self, knowledge: Knowledge) -> State:
         """Nobody has sent anything."""
-        adversaries = len(targets_of(knowledge))
-        part = next(part for part in knowledge.components if part.name == _table(knowledge))
-        nothing = torch.zeros(adversaries, knowledge.n_items, *part.shape)
-        state = {"common": nothing, "weight": torch.zeros(adversaries), "tick": torch.tensor([-1])}
-        return {**PeerCommunity().init(knowledge), **state, "sum": nothing, "count": torch.zeros(adversaries)}
+        return {**PeerCommunity().init(knowledge), **nothing_common(knowledge, len(targets_of(knowledge)))}
 
     def answer(self, knowledge: Knowledge, state: State, question: WhoBelongs) -> Tensor:
         """The scores as they are kept."""
@@ -106,20 +90,13 @@ class PeerCommunityThroughItems:
         """Score every push for the groups that received it, if they received something before this tick."""
         if isinstance(message, Disclosure) or not len(message.model):
             return state
-        if int(state["tick"]) != message.round:
-            state = _next_tick(state, message.round)
-        models, direction = message.params[_table(knowledge)], _directions(knowledge, message)  # f32[m, I, d]
-        of_model = torch.empty(len(models), dtype=torch.int64).index_copy_(0, message.model, message.sender)
-        adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
-        pair = torch.unique(torch.stack([adversary, message.model[push]]), dim=1)  # colluders may receive a model twice
-        total, count = state["sum"].clone(), state["count"] + torch.bincount(pair[0], minlength=len(state["count"]))
-        add_models(models.numpy(), *pair.numpy(), total.numpy())
-        who, what = pair[:, state["weight"][pair[0]] > 0]
-        if len(who):
-            along, targets = None if direction is None else direction[what], targets_of(knowledge)
-            score = _of_moved_rows(models, state["common"], who, what, along, targets, mean_items(knowledge))
-            state = PeerCommunity(keep=self.keep).keeping(state, who, of_model[what], score)
-        return {**state, "sum": total, "count": count}
+        state, who, what = received(knowledge, state, message)
+        if not len(who):
+            return state
+        models, direction = message.params[table_of(knowledge)], directions(knowledge, message)  # f32[m, I, d]
+        along, targets = None if direction is None else direction[what], targets_of(knowledge)
+        score = _of_moved_rows(models, state["common"], who, what, along, targets, mean_items(knowledge))
+        return PeerCommunity(keep=self.keep).keeping(state, who, senders(message)[what], score)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -133,56 +110,20 @@ def _near(targets: Tensor, chance: Tensor, reading: Reading) -> Tensor:
     return both / (targets.sum(1, keepdim=True) + chance.sum(1) - both).clamp(min=TINY)
 
 
-def _next_tick(state: State, tick: int) -> State:
-    """What was received in the last tick is what models have in common from now on, with half of what was before."""
-    before, count = state["weight"] / 2, state["count"]
-    weight = before + count
-    share = (before / weight.clamp(min=TINY)).view(-1, 1, 1)
-    common = share * state["common"] + state["sum"] / weight.clamp(min=TINY).view(-1, 1, 1)
-    fresh = {"sum": torch.zeros_like(common), "count": torch.zeros_like(count), "tick": torch.tensor([tick])}
-    return {**state, **fresh, "common": common, "weight": weight}
-
-
 def _of_moved_rows(
     models: Tensor, common: Tensor, who: Tensor, what: Tensor, direction: Tensor | None, targets: Tensor, size: int
 ) -> Tensor:
     """Jaccard of the rows that moved most with the targets, for pairs of an adversary and a model, f32[k].
 
-    f32[m, I, d], f32[A, I, d], i64[k] twice, f32[k, d] and f32[A, I]. Without a direction it is the one in which the
-    rows differ most from 0, towards the few large ones: the third moment of the projections is positive.
+    f32[m, I, d], f32[A, I, d], i64[k] twice, f32[k, d] and f32[A, I].
     """
-    pairs = (models.contiguous().numpy(), common.numpy(), who.contiguous().numpy(), what.contiguous().numpy())
-    along = direction
-    if along is None:
-        spread = torch.empty(len(who), models.shape[2], models.shape[2], dtype=torch.float64)
-        spread_apart(*pairs, spread.numpy())
-        along = torch.linalg.eigh(spread).eigenvectors[:, :, -1].float()
+    along = leading(models, common, who, what) if direction is None else direction
     score = torch.empty(len(who))
     similar_by_moved(
-        *pairs,
-        along.contiguous().numpy(),
+        *(each.contiguous().numpy() for each in (models, common, who, what, along)),
         direction is not None,
         targets.contiguous().numpy(),
         min(size, models.shape[1]),
         score.numpy(),
     )
     return score
-
-
-def _table(knowledge: Knowledge) -> str:
-    """The one item table, of vectors."""
-    tables = [part for part in knowledge.components if part.storage == "per_item" and part.shared]
-    if len(tables) != 1 or len(tables[0].shape) != 1:
-        names = ", ".join(part.name for part in tables) or "none"
-        raise ConfigError(f"The chain at nodes needs one shared item table of vectors, got {names}.")
-    return tables[0].name
-
-
-def _directions(knowledge: Knowledge, message: Push) -> Tensor | None:
-    """Along which the own items of each sender move in GMF, h * u, f32[m, d]; None where vectors are not sent."""
-    params = message.params
-    if type(knowledge.model) is not GMF or "user" not in params or WEIGHT not in params:
-        return None
-    m = len(params["user"])
-    of_model = torch.empty(m, dtype=torch.int64).index_copy_(0, message.model, message.sender)
-    return params["user"][torch.arange(m), of_model] * params[WEIGHT].squeeze(-1)

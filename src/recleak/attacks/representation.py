@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from recleak.attacks.alignment import GradientAlignment
-from recleak.attacks.attribute import RowPerClient, by_learner, public, seen_rows
+from recleak.attacks.attribute import RowPerClient, by_learner, public
 from recleak.attacks.base import Knowledge, State, WhichAttribute
 from recleak.attacks.learners import ChosenEpoch, Learner
 from recleak.attacks.membership import FromUploads, calibrated
+from recleak.attacks.rows import seen_rows
 from recleak.errors import ConfigError
 from recleak.models.components import require_names
 from recleak.update import Update

@@ -134,8 +134,7 @@ class ScoredItems(_Keeps):
         asked = torch.unique(question.client)
         for some in torch.split(asked[state["user seen"][asked] > 0], _BLOCK):
             score = self._scores(state["user vector"][some], rows)
-            spread = score.std(1, keepdim=True, correction=0).clamp(min=1e-12)
-            found = _probabilities(2 * (score - score.mean(1, keepdim=True)) / spread, knowledge)  # f64[B, J]
+            found = probabilities(odds_of(score), knowledge)  # f64[B, J]
             mine = torch.isin(question.client, some) & (state["item seen"][question.item] > 0)
             who = torch.searchsorted(some, question.client[mine])
             chance[mine] = found[who, place[question.item[mine]]]
@@ -167,11 +166,22 @@ class PopularItems:
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         """The same for all users."""
-        odds = popularity_odds(knowledge, torch.arange(knowledge.n_items)).unsqueeze(0)
-        return _probabilities(odds, knowledge)[0, question.item]
+        return popular_items(knowledge)[question.item]
 
 
-def _probabilities(odds: Tensor, knowledge: Knowledge) -> Tensor:
+def popular_items(knowledge: Knowledge) -> Tensor:
+    """The probability that an item is anybody's own, by how popular it is, f64[I]."""
+    odds = popularity_odds(knowledge, torch.arange(knowledge.n_items)).unsqueeze(0)
+    return probabilities(odds, knowledge)[0]
+
+
+def odds_of(score: Tensor) -> Tensor:
+    """Scores as log odds, by their standard deviation within a user, f32[B, J]."""
+    spread = score.std(1, keepdim=True, correction=0).clamp(min=1e-12)
+    return 2 * (score - score.mean(1, keepdim=True)) / spread
+
+
+def probabilities(odds: Tensor, knowledge: Knowledge) -> Tensor:
     """Log odds of items f32[B, J] as probabilities that add up to the mean number of items per user, f64[B, J]."""
     usual = float(public_popularity(knowledge).sum()) / max(knowledge.n_users, 1)
     owner = torch.arange(len(odds)).repeat_interleave(odds.shape[1])

@@ -1,0 +1,101 @@
+"""Which item rows of a received model its sender's own training moved: what attacks at nodes of a gossip begin with.
+
+What a network has in common is taken away: the mean of the models that a group of nodes received in earlier ticks, each
+tick counting twice as much as the one before. What is left of a sender's own items points in one direction (in GMF
+along h * u, of its negatives against it): that one where the sender's vector is sent, else the leading direction of
+what is left, with the sign that makes few rows large and many small. For models with one item table of vectors.
+
+Axis letters: A groups, I items, d factors, m models, k pairs of a group and a model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recleak.attacks.base import Knowledge, State
+from recleak.attacks.community import TINY, WEIGHT, groups_of
+from recleak.errors import ConfigError
+from recleak.kernels_moved import add_models, project_apart, spread_apart
+from recleak.models.mf import GMF
+from recleak.wire import Push
+
+
+def nothing_common(knowledge: Knowledge, groups: int) -> State:
+    """The state of so many groups before the first message: two item tables of each."""
+    part = next(part for part in knowledge.components if part.name == table_of(knowledge))
+    nothing = torch.zeros(groups, knowledge.n_items, *part.shape)
+    state = {"common": nothing, "weight": torch.zeros(groups), "tick": torch.tensor([-1])}
+    return {**state, "sum": nothing, "count": torch.zeros(groups)}
+
+
+def received(knowledge: Knowledge, state: State, message: Push) -> tuple[State, Tensor, Tensor]:
+    """The state with these models too, and the pairs of a group and a model that it can compare, i64[k] each.
+
+    There is something to compare with if the group received a model in an earlier tick: `common` of the state.
+    """
+    if int(state["tick"]) != message.round:
+        state = _next_tick(state, message.round)
+    adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
+    pair = torch.unique(torch.stack([adversary, message.model[push]]), dim=1)  # colluders may receive a model twice
+    total, count = state["sum"].clone(), state["count"] + torch.bincount(pair[0], minlength=len(state["count"]))
+    add_models(message.params[table_of(knowledge)].numpy(), *pair.numpy(), total.numpy())
+    who, what = pair[:, state["weight"][pair[0]] > 0]
+    return {**state, "sum": total, "count": count}, who, what
+
+
+def _next_tick(state: State, tick: int) -> State:
+    """What was received in the last tick is what models have in common from now on, with half of what was before."""
+    before, count = state["weight"] / 2, state["count"]
+    weight = before + count
+    share = (before / weight.clamp(min=TINY)).view(-1, 1, 1)
+    common = share * state["common"] + state["sum"] / weight.clamp(min=TINY).view(-1, 1, 1)
+    fresh = {"sum": torch.zeros_like(common), "count": torch.zeros_like(count), "tick": torch.tensor([tick])}
+    return {**state, **fresh, "common": common, "weight": weight}
+
+
+def moved_rows(models: Tensor, common: Tensor, who: Tensor, what: Tensor, direction: Tensor | None) -> Tensor:
+    """How far the rows of each pair's model moved from what is common, along its direction, f32[k, I].
+
+    f32[m, I, d], f32[A, I, d], i64[k] twice and f32[k, d]; see `leading` for pairs without a direction.
+    """
+    along = leading(models, common, who, what) if direction is None else direction
+    moved = torch.empty(len(who), models.shape[1])
+    given = (models, common, who, what, along)
+    project_apart(*(each.contiguous().numpy() for each in given), direction is not None, moved.numpy())
+    return moved
+
+
+def leading(models: Tensor, common: Tensor, who: Tensor, what: Tensor) -> Tensor:
+    """Where the rows of each pair's model differ most from what is common, a direction but for its sign, f32[k, d].
+
+    The sign is the one with which few rows are large: the third moment of the projections is positive.
+    """
+    spread = torch.empty(len(who), models.shape[2], models.shape[2], dtype=torch.float64)
+    spread_apart(*(each.contiguous().numpy() for each in (models, common, who, what)), spread.numpy())
+    along: Tensor = torch.linalg.eigh(spread).eigenvectors[:, :, -1].float()
+    return along
+
+
+def directions(knowledge: Knowledge, message: Push) -> Tensor | None:
+    """Along which the own items of each sender move in GMF, h * u, f32[m, d]; None where vectors are not sent."""
+    params = message.params
+    if type(knowledge.model) is not GMF or "user" not in params or WEIGHT not in params:
+        return None
+    sender = senders(message)
+    return params["user"][torch.arange(len(sender)), sender] * params[WEIGHT].squeeze(-1)
+
+
+def senders(message: Push) -> Tensor:
+    """Whose each model is, i64[m]."""
+    m = int(message.model.max()) + 1 if len(message.model) else 0
+    return torch.empty(m, dtype=torch.int64).index_copy_(0, message.model, message.sender)
+
+
+def table_of(knowledge: Knowledge) -> str:
+    """The one item table, of vectors."""
+    tables = [part for part in knowledge.components if part.storage == "per_item" and part.shared]
+    if len(tables) != 1 or len(tables[0].shape) != 1:
+        names = ", ".join(part.name for part in tables) or "none"
+        raise ConfigError(f"The chain at nodes needs one shared item table of vectors, got {names}.")
+    return tables[0].name
