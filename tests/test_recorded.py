@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ import polars as pl
 import pytest
 import torch
 
+from recleak import runs
+from recleak.cells import whole_of
 from recleak.cli import app
 from recleak.data.interactions import Interactions
+from recleak.data.store import load
 from recleak.data.synthetic import Synthetic
 from recleak.defenses.base import Defense
 from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.errors import ConfigError, DataError
 from recleak.experiment import experiment
+from recleak.made import Made, made_of
 from recleak.models.components import Component
 from recleak.models.ncf import NCF
 from recleak.protocols.federated import Federated, train_federated
@@ -37,6 +43,7 @@ KNOWN = {
     "protocol": {"use": "federated", "local": {"epochs": 3, "optimizer": {"use": "adam", "learning_rate": 0.01}}},
 }
 CLIENTS = 24  # of 60 users
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +51,14 @@ def data() -> Interactions:
     return Synthetic(n_users=60, n_items=150, mean_activity=25, min_activity=10, communities=5).generate()
 
 
-def recorded(folder: Path, data: Interactions, defense: Defense | None = None) -> Path:
+def recorded(folder: Path, data: Interactions, defense: Defense | None = None, model: NCF = MODEL) -> Path:
     """What a server saw of the first users, and a table of what all users did, in its numbers."""
-    components = MODEL.components()
+    components = model.components()
     tap = Recorder(Aggregator() if defense else Server(), folder / "seen", components=components, source="test")
     local = LocalTraining(epochs=3, optimizer=Adam(0.01))
     some = data.take(data.user < CLIENTS)
     train_federated(
-        Federated(rounds=2, local=local), MODEL, some, defense=defense, taps=[tap], show_progress=False, seed=5
+        Federated(rounds=2, local=local), model, some, defense=defense, taps=[tap], show_progress=False, seed=5
     )
     pl.DataFrame({"user": data.user, "item": data.item}).write_csv(folder / "truth.csv")
     return folder
@@ -122,9 +129,137 @@ def test_a_recording_of_sums_is_attacked_as_sums(sums: Path, tmp_path: Path) -> 
     findings = audit_run(experiment(table), tmp_path / "run", command="test")
     (verdict,) = findings.verdicts.to_dicts()
     assert verdict["attack"] == "alignment-of-sums"
-    assert verdict["value"] is not None
+    assert 0.5 < verdict["low"] < verdict["value"] < 0.9  # of 24 clients together: more than nothing, less than alone
+    assert 0.5 < verdict["null_value"] < 0.9
     reasons = {row["attack"]: row["reason"] for row in findings.scores.to_dicts() if row["reason"]}
     assert "no upload of a single client" in reasons["k-means"].lower()
+
+
+@pytest.mark.heavy
+def test_the_documented_line_and_the_example_s_experiment(
+    tmp_path: Path, data: Interactions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line of docs/deploy.md as it stands there, and examples/flower/audit.toml on a recording of sums."""
+    model = NCF(factors=16, hidden=(32, 16))
+    (line,) = [each for each in (ROOT / "docs/deploy.md").read_text().splitlines() if each.endswith("hidden=[32,16]")]
+    recorded(tmp_path, data, model=model)
+    (tmp_path / "truth.csv").rename(tmp_path / "did.csv")
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line)
+    app([*words[1:], "--attack", "alignment", "--workers", "1", "--json"], result_action="return_value")
+    found = json.loads(capsys.readouterr().out)
+    (verdict,) = found["verdicts"]
+    assert verdict["attack"] == "alignment"
+    assert verdict["value"] > 0.8
+    assert verdict["defense"] == "not told"
+
+    sums = recorded(tmp_path / "of sums", data, SecureAggregation(), model)
+    example = ["audit", str(ROOT / "examples/flower/audit.toml"), "--recording", str(sums / "seen"), "--workers", "1"]
+    app([*example, "--interactions", str(sums / "truth.csv"), "--json"], result_action="return_value")
+    (verdict,) = json.loads(capsys.readouterr().out)["verdicts"]
+    assert verdict["attack"] == "alignment-of-sums"
+    assert 0.5 < verdict["low"] < verdict["value"] < 0.9
+
+
+def test_models_as_the_command_line_gives_them(files: Path, tmp_path: Path) -> None:
+    def uses(**base: Any) -> list[str]:
+        table = experiment_of(files / "seen", files / "truth.csv", None, tmp_path / "run", base)
+        return [each["use"] for each in table["attacks"]]
+
+    every = ["alignment", "imia", "farthest-rows", "k-means"]
+    assert uses(model=[KNOWN["model"]]) == uses(model=KNOWN["model"]) == uses(model="ncf") == every
+    assert uses() == uses(model=[{"use": "unknown"}]) == uses(model="unknown") == every[2:]
+    assert uses(attacks=[{"use": "k-means"}]) == ["k-means"]
+
+
+def test_a_defense_that_nobody_names_is_not_told(files: Path, tmp_path: Path) -> None:
+    def labels(**base: Any) -> list[str]:
+        table = experiment_of(files / "seen", files / "truth.csv", None, tmp_path / "run", {**KNOWN, **base})
+        return [each.defense.label for each in experiment(table).systems]
+
+    assert labels() == ["not told"]
+    assert labels(defenses="none") == ["none"]
+    assert labels(defenses=[{"use": "clip", "bound": 1.0}]) == ["clip bound 1.0"]
+
+
+def _made(folder: Path, truth: Path, out: Path) -> Made:
+    """What an audit of a recording makes of its settings."""
+    table = experiment_of(folder / "seen", truth, None, out, {**KNOWN, "attacks": ["alignment"]})
+    (cell,) = runs._Plan(experiment(table), out).audits[0].cells
+    return made_of(cell, whole_of(cell.system.data), None)
+
+
+def test_popularity_of_a_recording_is_as_if_all_were_like_the_others(
+    files: Path, data: Interactions, tmp_path: Path
+) -> None:
+    """So that an average client has as many items as the others have on average, however few are counted."""
+    rows = pl.read_csv(files / "truth.csv")
+    for name, least in (("many", CLIENTS), ("few", 55)):
+        others = rows.filter((pl.col("user") < CLIENTS) | (pl.col("user") >= least))
+        others.write_csv(tmp_path / f"{name}.csv")
+        made = _made(files, tmp_path / f"{name}.csv", tmp_path / name)
+        counted = others.filter(pl.col("user") >= CLIENTS)
+        assert made.popularity is not None
+        assert float(made.popularity.sum()) / made.train.n_users == pytest.approx(
+            counted.height / counted["user"].n_unique(), rel=1e-4
+        )
+        some = counted["item"][0]
+        share = counted.filter(pl.col("item") == some).height / counted["user"].n_unique()
+        assert float(made.popularity[some]) == pytest.approx(share * made.train.n_users, rel=1e-4)
+
+
+def _taped(folder: Path, parts: tuple[Component, ...], *, rounds: int = 1) -> Path:
+    """A recording of one client that sends all shared parts."""
+    tape = Recorder(Server(), folder, components=parts)
+    rows = {part.name: torch.ones(1, *part.shape) for part in parts if part.shared and part.storage == "per_item"}
+    values = {part.name: torch.ones(1, *part.shape) for part in parts if part.shared and part.storage == "dense"}
+    for round in range(rounds):
+        tables = {name: torch.zeros(5, *value.shape[1:]) for name, value in rows.items()}
+        tape.receive(Broadcast(round, tables | {name: value[0] for name, value in values.items()}))
+        update = Update(torch.tensor([0]), values, rows, torch.tensor([2]), torch.tensor([0, 1]), 5)
+        tape.receive(Upload(round, update, torch.ones(1)))
+    tape.close()
+    return folder
+
+
+def test_attacks_of_their_own_read_shared_tables_with_columns(tmp_path: Path) -> None:
+    (tmp_path / "truth.csv").write_text("user,item\n0,2\n")
+
+    def made(name: str, *parts: Component, **base: Any) -> list[dict[str, Any]]:
+        folder = _taped(tmp_path / name, parts)
+        attacks: list[dict[str, Any]] = experiment_of(
+            folder, tmp_path / "truth.csv", None, tmp_path / f"run {name}", base
+        )["attacks"]
+        return attacks
+
+    kept = Component("own", "per_item", "item", (3,), shared=False)
+    bias, table = Component("bias", "per_item", "item", ()), Component("item", "per_item", "item", (2,))
+    assert [each["component"] for each in made("both", kept, bias, table)] == ["item", "item"]
+    with pytest.raises(ConfigError, match=r"(?s)Got a recording of bias \[\], expected a table .*--attack alignment"):
+        made("bias", kept, bias)
+    assert made("asked", kept, bias, attacks=[{"use": "alignment"}]) == [{"use": "alignment"}]
+
+
+def test_a_recording_that_diverged_is_audited_up_to_there(tmp_path: Path) -> None:
+    parts = (Component("i", "per_item", "item", (2,)), Component("b", "dense", "head", ()))
+    tape = Recorder(Server(), tmp_path / "seen", components=parts)
+    for round, value in enumerate((0.0, 1.0, float("nan"), 0.0)):
+        tape.receive(Broadcast(round, {"i": torch.full((5, 2), value), "b": torch.zeros(())}))
+        tape.receive(replace(_upload(torch.ones(1, 2), client=round), round=round))
+    tape.close()
+    found = survey(tmp_path / "seen")
+    assert (found.rounds, found.diverged, sorted(found.first)) == (2, 2, [0, 1])
+    assert len(list(checked(tmp_path / "seen"))) == 4
+    (tmp_path / "truth.csv").write_text("user,item\n0,2\n1,3\n")
+    table = experiment_of(tmp_path / "seen", tmp_path / "truth.csv", None, tmp_path / "run", {})
+    assert table["protocol"]["rounds"] == 2
+    notes = [str(note) for note in load(Path(table["data"]["name"])).notes]
+    assert any("seen: from round 3 on its parameters are not finite" in note for note in notes)
+    first = Recorder(Server(), tmp_path / "at once", components=parts)
+    first.receive(Broadcast(0, {"i": torch.full((5, 2), float("inf")), "b": torch.zeros(())}))
+    first.close()
+    with pytest.raises(DataError, match="no finite broadcast"):
+        survey(tmp_path / "at once")
 
 
 def test_what_does_not_fit_is_said(files: Path, sums: Path, tmp_path: Path) -> None:
@@ -161,6 +296,19 @@ def _upload(rows: torch.Tensor, client: int = 0, n_items: int = 5) -> Upload:
     return Upload(0, update, torch.ones(1))
 
 
+def _without(name: str) -> Upload:
+    upload = _upload(torch.ones(1, 2))
+    values, rows = (
+        {n: value for n, value in some.items() if n != name} for some in (upload.update.values, upload.update.rows)
+    )
+    return replace(upload, update=replace(upload.update, values=values, rows=rows))
+
+
+def _sum(weight: float = 1.0, touched: dict[str, torch.Tensor] | None = None) -> Aggregate:
+    total = {"i": torch.ones(5, 2), "b": torch.zeros(())}
+    return Aggregate(0, torch.tensor([0]), total, touched or {}, weight)
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -170,6 +318,12 @@ def _upload(rows: torch.Tensor, client: int = 0, n_items: int = 5) -> Upload:
         (_upload(torch.ones(1, 2), n_items=2**40), "1099511627776 items, expected 5"),
         (Aggregate(0, torch.tensor([0]), {"i": torch.ones(4, 2)}, {}, 1.0), "a sum of"),
         (Broadcast(1, {"i": torch.ones(5, 2)}), "a broadcast of"),
+        (_without("b"), r"an upload of \['i'\], expected \['b', 'i'\]"),
+        (_without("i"), r"an upload of \['b'\], expected \['b', 'i'\]"),
+        (replace(_upload(torch.ones(1, 2)), weight=torch.tensor([float("inf")])), "upload with weights"),
+        (replace(_upload(torch.ones(1, 2)), weight=torch.tensor([-1.0])), "upload with weights"),
+        (_sum(weight=-1.0), "sum with weights or counts"),
+        (_sum(touched={"i": torch.full((5,), float("nan"))}), "sum with weights or counts"),
     ],
 )
 def test_recordings_that_contradict_themselves_are_refused(tmp_path: Path, message: Message, words: str) -> None:

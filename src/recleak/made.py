@@ -88,15 +88,18 @@ class Made:
 
     @cached_property
     def popularity(self) -> Tensor | None:
-        """How often each item was chosen, f32[I]. Of a recording, by users who are not in it: of the few who are, it
-        would be nearly the answer; None if there are no others.
+        """How often each item was chosen, f32[I]. Of a recording, by users who are not in it, as if all users were like
+        them: of the few who are, it would be nearly the answer; None if there are no others.
         """
         train = self.split.train
         if not isinstance(self.protocol, Recorded):
             return torch.from_numpy(train.popularity.astype(np.float32))
         other = (self.protocol.first_rounds(train.n_users) < 0)[train.user]
-        counts = np.bincount(train.item[other], minlength=train.n_items).astype(np.float32)
-        return torch.from_numpy(counts) if other.any() else None
+        if not other.any():
+            return None
+        counts = np.bincount(train.item[other], minlength=train.n_items)
+        each = train.n_users / len(np.unique(train.user[other]))  # users for each who was counted
+        return torch.from_numpy((counts * each).astype(np.float32))
 
     @cached_property
     def history(self) -> Tensor:

@@ -20,6 +20,7 @@ from recleak.errors import ConfigError, DataError
 from recleak.protocols.recorded import MOST_CLIENTS, Survey, survey
 from recleak.published import chosen_attributes, stored_data
 
+NOT_TOLD = {"use": "none", "name": "not told"}  # the label of a defense that nobody named: there may be one
 _FIXED = {"data", "canaries"}  # of an experiment: a recording is of one data set, and nothing can be planted in it
 
 
@@ -46,9 +47,9 @@ def experiment_of(
     model = rest.get("model", {"use": "unknown", "name": "any model"})
     return {
         "title": f"Recording {recording.name}",
-        "defenses": "none",
-        "attacks": _attacks(found, model, bool(chosen)),
+        "defenses": NOT_TOLD,
         **rest,
+        "attacks": rest["attacks"] if "attacks" in rest else _attacks(found, model, bool(chosen)),
         "model": model,
         "data": {"name": str(data)},
         "protocol": {
@@ -84,6 +85,9 @@ def _truth(found: Survey, recording: Path, file: Path, people: Path | None, colu
     whole = Interactions(pairs, table, pl.DataFrame({"id": range(found.n_items)}, schema={"id": pl.Int64}))
     if not found.complete:
         notes.append(Note("the recording was never completed; what is there is audited", 1, file=recording.name))
+    if found.diverged is not None:
+        words = f"from round {found.diverged + 1} on its parameters are not finite; what is before is audited"
+        notes.append(Note(words, 1, file=recording.name))
     if people is not None:
         described, more = read_users(people, columns)
         notes += more
@@ -114,7 +118,7 @@ def _numbers(events: pl.DataFrame, file: Path, n_items: int) -> pl.DataFrame:
 
 def _attacks(found: Survey, model: Any, attributes: bool) -> list[dict[str, Any]]:
     """What can be asked with what is known of the model."""
-    known = (model if isinstance(model, str) else dict(model).get("use")) != "unknown"
+    known = "unknown" not in [each.get("use") if isinstance(each, Mapping) else each for each in _several(model)]
     if found.vantage == "Aggregator":
         if known:
             return [{"use": "alignment-of-sums"}]
@@ -122,10 +126,21 @@ def _attacks(found: Survey, model: Any, attributes: bool) -> list[dict[str, Any]
             "Got a recording of sums without a model, expected both: the attack on sums reads them with the model.\n"
             "  Say which, such as --model ncf,factors=16."
         )
-    table = next(part.name for part in found.components if part.storage == "per_item" and part.shape)
+    tables = [part.name for part in found.components if part.shared and part.storage == "per_item" and part.shape]
+    if not tables:
+        names = ", ".join(f"{part.name} {list(part.shape)}" for part in found.components if part.shared)
+        raise ConfigError(
+            f"Got a recording of {names}, expected a table with a row of several numbers for each item: the attacks "
+            "that are chosen without being asked for read its rows.\n  Name attacks, such as --attack alignment."
+        )
+    table = tables[0]
     rows = [{"use": "farthest-rows", "component": table}, {"use": "k-means", "component": table}]
     attacks = [{"use": "alignment"}, {"use": "imia", "component": table}, *rows] if known else rows
     return [*attacks, *([{"use": "from-updates"}] if attributes else [])]
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value]
 
 
 def _local(protocol: Any) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
+from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -87,6 +89,7 @@ class Survey:
     vantage: str
     digest: str
     complete: bool
+    diverged: int | None = None  # the first round whose broadcast is not finite: what is here ends before it
 
 
 @lru_cache(maxsize=4)
@@ -108,7 +111,11 @@ def survey(directory: Path, digest: str = "") -> Survey:
     first: dict[int, int] = {}
     rounds, items = 0, set[int]()
     broadcast: dict[str, Tensor] = {}
-    for message in checked(directory):
+    diverged = None
+    for message in _fitting(directory):
+        if _is_diverged(message):
+            diverged = message.round
+            break
         if isinstance(message, Broadcast):
             broadcast = broadcast or message.params
         elif isinstance(message, Upload | Aggregate):
@@ -116,7 +123,8 @@ def survey(directory: Path, digest: str = "") -> Survey:
             for client in _clients(message).tolist():
                 first.setdefault(client, message.round)
     if not first or not broadcast:
-        lacking = "nobody who answered" if broadcast else "no broadcast"
+        some = "broadcast" if diverged is None else "finite broadcast"
+        lacking = "nobody who answered" if broadcast else f"no {some}"
         raise DataError(f"got a recording with {lacking}", file=directory, remedy="Record at least one whole round.")
     parts = tuple(
         Component(part.name, part.storage, part.role, part.shape, layer=part.layer, shared=part.shared)
@@ -128,11 +136,22 @@ def survey(directory: Path, digest: str = "") -> Survey:
     if len(items) != 1:
         got = f"tables of items with {sorted(items)} rows" if items else "no table of items among its components"
         raise DataError(f"got {got}, expected one number of items", file=directory, remedy="Say which part has them.")
-    return Survey(rounds, items.pop(), first, parts, name, whole, manifest.complete)
+    return Survey(rounds, items.pop(), first, parts, name, whole, manifest.complete, diverged)
 
 
 def checked(directory: Path) -> Iterator[Message]:
-    """The messages, each of which fits to those before: shapes of the broadcast, numbers of clients and items."""
+    """The messages, each of which fits to those before: shapes of the broadcast, numbers of clients and items.
+
+    They end before the first broadcast that is not finite: what a system that diverged sends is no evidence.
+    """
+    return takewhile(lambda message: not _is_diverged(message), _fitting(directory))
+
+
+def _is_diverged(message: Message) -> TypeGuard[Broadcast]:
+    return isinstance(message, Broadcast) and not _finite(message.params)
+
+
+def _fitting(directory: Path) -> Iterator[Message]:
     manifest = read_manifest(directory)
     shared = {part.name: part for part in manifest.components if part.shared}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -145,8 +164,6 @@ def checked(directory: Path) -> Iterator[Message]:
                 problem = f"a broadcast of {found!s:.200}, expected {shapes if set(shapes) == set(shared) else shared}"
             elif wrong := [n for n, part in shared.items() if not _fits(found[n], part.storage, part.shape)]:
                 problem = f"{wrong[0]!r} of shape {found[wrong[0]]}, expected rows of {shared[wrong[0]].shape}"
-            elif not all(bool(torch.isfinite(value).all()) for value in message.params.values()):
-                problem = "a broadcast with numbers that are not finite"
         elif isinstance(message, Upload | Aggregate):
             problem = _problem(message, shapes, {name: part.storage for name, part in shared.items()})
         if problem is not None:
@@ -168,10 +185,18 @@ def _problem(message: Upload | Aggregate, shapes: dict[str, tuple[int, ...]], st
         found = {name: tuple(value.shape) for name, value in message.total.items()}
         if found != shapes:
             return f"a sum of {found!s:.200}, expected {shapes!s:.200}"
+        if lost := [name for name in message.touched if storage[name] != "per_item"]:
+            return f"a sum with counts of rows of {lost[0]!r:.80}, which is no table of items"
+        if not (isfinite(message.weight) and message.weight >= 0 and _from_zero(message.touched)):
+            return "a sum with weights or counts of rows that are no numbers from 0 on"
         return None if _finite(message.total) else "a sum with numbers that are not finite"
     update = message.update
+    if set(update.names()) != set(shapes):
+        return f"an upload of {sorted(update.names())!s:.200}, expected {sorted(shapes)!s:.200}"
+    if not _from_zero({"weight": message.weight}):
+        return "an upload with weights that are no numbers from 0 on"
     for name, value in (*update.values.items(), *update.rows.items()):
-        if name not in shapes or (name in update.rows) != (storage[name] == "per_item"):
+        if (name in update.rows) != (storage[name] == "per_item"):
             return f"an upload with {name!r:.80}, which the broadcast does not have so"
         row = shapes[name] if storage[name] == "dense" else shapes[name][1:]
         if tuple(value.shape[1:]) != row:
@@ -183,6 +208,10 @@ def _problem(message: Upload | Aggregate, shapes: dict[str, tuple[int, ...]], st
 
 def _finite(tensors: dict[str, Tensor]) -> bool:
     return all(bool(torch.isfinite(value).all()) for value in tensors.values())
+
+
+def _from_zero(tensors: dict[str, Tensor]) -> bool:
+    return _finite(tensors) and all(bool((value >= 0).all()) for value in tensors.values())
 
 
 def _clients(message: Upload | Aggregate) -> Tensor:
