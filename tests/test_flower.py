@@ -31,13 +31,14 @@ from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.deploy.flower import Cohort, Federation, Recorder, as_mod, client_app
 from recleak.deploy.flower_records import RecordError, numpy_of, opened, sealed
-from recleak.errors import ConfigError, NotFoundError
+from recleak.errors import ConfigError, DataError, NotFoundError
 from recleak.models.base import Model
 from recleak.models.components import Component
 from recleak.models.mf import MF
 from recleak.models.ncf import NCF
 from recleak.models.pfedrec import PFedRec
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
+from recleak.protocols.recorded import checked
 from recleak.recording import Recorder as Tape
 from recleak.recording import read_manifest, replay
 from recleak.training.cohort import LocalTraining
@@ -307,14 +308,17 @@ def plain_app(mods: list[Any], moves: dict[str, Any] = MOVES, dtype: Any = None)
     return app
 
 
-def replying(arrays: dict[str, Any], weight: int) -> ClientApp:
-    """A client that answers the same whatever it gets."""
+def replying(arrays: dict[str, Any], weight: float) -> ClientApp:
+    """A client that answers the same whatever it gets; bytes are an array as they are."""
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         metrics = MetricRecord({"num-examples": weight})
-        return Message(RecordDict({"arrays": record(arrays), "metrics": metrics}), reply_to=message)
+        raw = {n: Array("float32", (), "numpy.ndarray", value) for n, value in arrays.items() if type(value) is bytes}
+        made = record({name: value for name, value in arrays.items() if name not in raw})
+        content = RecordDict({"arrays": ArrayRecord({**made, **raw}), "metrics": metrics})
+        return Message(content, reply_to=message)
 
     return app
 
@@ -459,10 +463,16 @@ def test_replies_that_cannot_be_read_are_not_recorded(tmp_path: Path, caplog: py
             return None, None
 
     longer = np.ones((7, 2), np.float32), np.ones(7, np.float32)
-    wrong: dict[str, tuple[dict[str, Any], int]] = {
+    wrong: dict[str, tuple[dict[str, Any], float]] = {
         "not finite": ({"bias": np.float32("nan")}, 7),
         "shape [7, 2], expected [5, 2]": ({"items.weight": longer[0], "items.bias": longer[1]}, 7),
         "num-examples = -1": ({}, -1),
+        "num-examples = 1e+39": ({}, 1e39),
+        "num-examples = 1e+308": ({}, 1e308),
+        "num-examples = inf": ({}, float("inf")),
+        "num-examples = nan": ({}, float("nan")),
+        "'head' with numbers that are not finite": ({"head.weight": np.full((2, 3), 1e300)}, 7),
+        "'bias times its weight' with numbers that are not finite": ({"bias": np.float32(1e38)}, 7),
     }
     for number, (words, (other, weight)) in enumerate(wrong.items()):
         folder, app = tmp_path / str(number), replying({**START, **other}, weight)
@@ -471,6 +481,90 @@ def test_replies_that_cannot_be_read_are_not_recorded(tmp_path: Path, caplog: py
         assert [type(each) for each in replay(folder)] == [Broadcast]
         assert "is not recorded" in caplog.text
         assert words in caplog.text, words
+
+
+def npy(header: bytes, data: bytes = b"") -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data
+
+
+HOSTILE = {
+    "a number too large": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (1e999, ), }\n"),
+    "no end": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (((("),
+    "a string without an end": npy(b'{"descr": """'),
+    "more than there is": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (999999999999999999,), }\n"),
+    "a number too long": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 99 + b",), }\n"),
+    "a shape that takes forever": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"1" * 60 + b"x), }\n"),
+    "spaces that take forever": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"1 " * 60 + b"x), }\n"),
+    "objects": npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n", b"x" * 8),
+    "nested": npy(b"{'descr': " + b"[" * 9000 + b"\n"),
+    "no bytes": b"",
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_arrays_of_one_client_do_not_end_a_recorded_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    class Kind(FedAvg):
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[None, None]:
+            return None, None
+
+    bad, good = replying({**START, "bias": data}, 7), plain_app([])
+
+    def app(message: Message, context: Context) -> Message:
+        return (bad if context.node_id == 11 else good)(message, context)
+
+    recorder = Recorder(Kind(fraction_evaluate=0.0), tmp_path / "seen", parts=PARTS)
+    recorder.start(Grid(app, {11: {}, 12: {}}), record(START), num_rounds=2)  # type: ignore[arg-type]
+    assert "the answer of node 11 is not recorded. Got an array 'bias' that cannot be read" in caplog.text
+    uploads = [each for each in checked(tmp_path / "seen") if isinstance(each, Upload)]
+    assert [each.update.n_clients for each in uploads] == [1, 1]
+
+
+def test_what_is_recorded_can_be_audited_whatever_clients_send(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A change or a sum that is not finite although what was sent is; a weight of nothing; a client without number."""
+
+    class Kind(FedAvg):
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[None, None]:
+            return None, None
+
+    def recorded(name: str, weight: float, start: dict[str, Any], **other: Any) -> list[type]:
+        app = replying({**START, **other.pop("sent", {})}, weight)
+        recorder = Recorder(Kind(fraction_evaluate=0.0), tmp_path / name, parts=PARTS, **other)
+        recorder.start(Grid(app, {11: {}, 12: {}}), record({**START, **start}), num_rounds=1)
+        return [type(each) for each in checked(tmp_path / name)]
+
+    far = np.float32(3e38)
+    assert recorded("change", 1, {"bias": -far}, sent={"bias": far}) == [Broadcast]
+    assert "'bias' with numbers that are not finite" in caplog.text
+    assert recorded("sum", 1, {}, sent={"bias": far}) == [Broadcast, Upload]
+    assert "the sum is not recorded" in caplog.text
+    assert recorded("nothing", 0, {}) == [Broadcast, Upload]
+    assert recorded("diverged", 1, {"bias": np.float32("nan")}) == []
+    assert "Round 1: the parameters are not finite" in caplog.text
+
+    def nobody(reply: Message) -> int:
+        return int(reply.content.config_records["who"]["number"])  # type: ignore[arg-type]
+
+    assert recorded("nobody", 1, {}, client=nobody) == [Broadcast]
+    assert "KeyError" in caplog.text
+    assert recorded("far away", 1, {}, client=lambda _: 10**12) == [Broadcast]
+    assert "expected a number in [0, 10000000)" in caplog.text
+
+
+def test_a_server_that_is_started_again_erases_nothing(tmp_path: Path) -> None:
+    def recorder() -> Recorder:
+        return Recorder(FedAvg(fraction_evaluate=0.0), tmp_path / "seen", parts=PARTS)
+
+    grid: Any = Grid(plain_app([]), {11: {}, 12: {}})
+    first = recorder()
+    first.aggregate_train(1, grid.send_and_receive(first.configure_train(1, record(START), ConfigRecord(), grid)))
+    before = list(replay(tmp_path / "seen"))
+    with pytest.raises(DataError, match=r"(?s)unfinished recording already, with 3 messages.*another folder"):
+        recorder().start(grid, record(START), num_rounds=1)
+    assert [type(each) for each in replay(tmp_path / "seen")] == [type(each) for each in before]
 
 
 def test_a_recorder_that_would_be_gone_around_is_refused(tmp_path: Path) -> None:

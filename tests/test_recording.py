@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,13 +208,34 @@ def test_a_complete_recording_can_be_continued_from_a_saved_state(tmp_path: Path
     assert contents(folder) == before
 
 
-def test_an_unfinished_recording_without_a_saved_state_begins_again(tmp_path: Path, folder: Path) -> None:
+def test_an_unfinished_recording_is_not_erased_without_a_saved_state(tmp_path: Path, folder: Path) -> None:
+    """A server that is started again with the same settings."""
     feed(recorder(tmp_path / "again"), list(MESSAGES[:3]))
     (tmp_path / "again" / "messages" / "notes.txt").write_text("mine")
-    record(tmp_path / "again")
+    before = contents(tmp_path / "again")
+    calls: list[Callable[[Tap], Any]] = [
+        lambda tap: tap.receive(MESSAGES[0]),
+        lambda tap: tap.state(),
+        lambda tap: tap.close(),
+    ]
+    for call in calls:
+        with pytest.raises(DataError, match=r"(?s)unfinished recording already, with 3 messages.*another folder"):
+            call(recorder(tmp_path / "again"))
+    assert contents(tmp_path / "again") == before
+    assert len(list(replay(tmp_path / "again"))) == 3
+    second = recorder(tmp_path / "again")
+    second.restore({"messages": torch.tensor(0)})
+    feed(second, list(MESSAGES))
+    second.close()
     found = contents(tmp_path / "again")
     assert found.pop("messages/notes.txt") == b"mine"
     assert found == contents(folder)
+
+
+def test_an_unfinished_recording_without_a_message_begins_again(tmp_path: Path, folder: Path) -> None:
+    recorder(tmp_path / "again").state()
+    record(tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(folder)
 
 
 def test_killed_before_the_manifest_was_there(tmp_path: Path, folder: Path) -> None:

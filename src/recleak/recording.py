@@ -32,6 +32,7 @@ from recleak.wire import M, Message, MessageError, Vantage, copied, decode, enco
 MANIFEST = "manifest.json"
 DIGESTS = "messages.sha256"
 _AGAIN = "Nothing is overwritten: choose another folder, or delete it."
+_UNFINISHED = "Nothing is overwritten: choose another folder (this one can be audited as far as it goes), or delete it."
 
 Q = TypeVar("Q")
 
@@ -130,9 +131,9 @@ class Manifest(pydantic.BaseModel, extra="forbid", frozen=True):
 class Recorder:
     """Writes what a vantage point sees to a folder, one message at a time.
 
-    The folder is opened by the first call of a method. An unfinished recording of the same thing (source, vantage point
-    and components) is continued by `restore`, or begun again without it; a complete one is only touched by `restore`;
-    anything else is refused.
+    The folder is opened by the first call of a method. A recording of the same thing (source, vantage point and
+    components) is continued by `restore`, and by nothing else: without it, one that has messages is refused, complete
+    or not. So is anything else.
     """
 
     def __init__(
@@ -190,11 +191,15 @@ class Recorder:
             path = self.directory / MANIFEST
             if path.is_file() and read_manifest(self.directory).complete:
                 raise DataError("there is a complete recording already", file=self.directory, remedy=_AGAIN)
+            self._check()
+            if lines := _lines(self.directory):
+                problem = f"there is an unfinished recording already, with {len(lines):,} messages"
+                raise DataError(problem, file=self.directory, remedy=_UNFINISHED)
             self._cut(0)
         return self._count or 0
 
-    def _cut(self, count: int) -> None:
-        """Keeps the first messages; whenever this is interrupted, the folder is a recording that can be replayed."""
+    def _check(self) -> None:
+        """What is in the folder must be nothing, or a recording of the same thing."""
         path = self.directory / MANIFEST
         refuse_links(self.directory)
         if path.is_file():
@@ -206,6 +211,10 @@ class Recorder:
                     raise DataError(f"there is a recording of something else: {problem}", file=path, remedy=_AGAIN)
         elif self.directory.exists() and any(file.suffix != ".part" for file in self.directory.iterdir()):
             raise DataError("got a folder with other files, expected none", file=self.directory, remedy=_AGAIN)
+
+    def _cut(self, count: int) -> None:
+        """Keeps the first messages; whenever this is interrupted, the folder is a recording that can be replayed."""
+        self._check()
         self.directory.mkdir(parents=True, exist_ok=True)
         lines = _lines(self.directory)
         if len(lines) < count:

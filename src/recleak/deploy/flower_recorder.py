@@ -1,7 +1,7 @@
 """A Flower strategy that writes down what the server sees: any strategy, wrapped. The recording can be audited.
 
 What is recorded are broadcasts, uploads and their sum (`recleak.wire`), not metrics, configuration or times. A reply
-that cannot be read, or whose numbers are not finite, is left out of the recording, and said so in the log.
+that cannot be read, or whose change is not finite, is left out of the recording, and said so in the log; so is a sum.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import isfinite
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,17 @@ from flwr.serverapp.strategy import Strategy
 from flwr.serverapp.strategy.result import Result
 
 from recleak.deploy.flower_records import Parts, RecordError, check_parts, only_arrays, opened, tensors_of, update_of
-from recleak.deploy.flower_server import Federation, blocks, heard
+from recleak.deploy.flower_server import Federation, blocks, check_finite, heard
 from recleak.errors import ConfigError
 from recleak.files import replace_text
 from recleak.models.base import Params
+from recleak.protocols.recorded import MOST_CLIENTS
 from recleak.recording import Recorder as Tape
 from recleak.training.aggregate import Summation
-from recleak.wire import Aggregate, Broadcast, MessageError, Server, Upload
+from recleak.wire import Aggregate, Broadcast, Server, Upload
 
 CLIENTS = "clients.csv"  # beside the messages: which node a client number is, where the recorder gave it
+_LARGEST = torch.finfo(torch.float32).max  # of weights, which are recorded as f32
 logger = logging.getLogger("flwr")
 
 
@@ -95,6 +97,8 @@ class Recorder(Strategy):
             )
         if messages:
             self._received = self._params(next(iter(records.values())))
+            if not all(bool(torch.isfinite(value).all()) for value in self._received.values()):
+                logger.warning("Round %d: the parameters are not finite; an audit will end before it.", server_round)
             self._tape.receive(Broadcast(server_round - 1, self._received))
         return messages
 
@@ -143,7 +147,11 @@ class Recorder(Strategy):
             for block in blocks(uploads):
                 self._tape.receive(block)
                 total.add(block.update, block.weight)
-            self._tape.receive(total.result(round))
+            sum_ = total.result(round)
+            if sum_.weight > 0 and all(bool(torch.isfinite(value).all()) for value in sum_.total.values()):
+                self._tape.receive(sum_)
+            else:
+                logger.warning("Round %d: the sum is not recorded: it is not finite, or weighs nothing.", round + 1)
         for each in sums:
             self._tape.receive(each)
         if self._numbers:
@@ -159,21 +167,26 @@ class Recorder(Strategy):
     def _changed(self, round: int, reply: FlowerMessage) -> Upload:
         """A reply with whole arrays: what it changed."""
         after = tensors_of(only_arrays(reply.content, "the reply"), self.parts or {}, "the reply")
-        for name, value in after.items():
-            if not bool(torch.isfinite(value).all()):
-                raise MessageError(f"got {name!r} with numbers that are not finite, expected finite ones.")
         update = update_of(self._received, after, self.components, self._number(reply))
-        return Upload(round, update, torch.tensor([self._weight(reply)]))
+        upload = Upload(round, update, torch.tensor([self._weight(reply)]))
+        check_finite(upload)
+        return upload
 
     def _number(self, reply: FlowerMessage) -> int:
-        if self._client is not None:
-            return self._client(reply)
-        return self._numbers.setdefault(reply.metadata.src_node_id, len(self._numbers))
+        if self._client is None:
+            return self._numbers.setdefault(reply.metadata.src_node_id, len(self._numbers))
+        try:
+            number = index(self._client(reply))
+        except Exception as error:  # it reads what a client sent: whatever goes wrong there is of this reply alone
+            raise RecordError(f"Got {error!r:.200} from `client`, expected the number of a client.") from error
+        if not 0 <= number < MOST_CLIENTS:
+            raise RecordError(f"Got {number} from `client`, expected a number in [0, {MOST_CLIENTS}).")
+        return number
 
     def _weight(self, reply: FlowerMessage) -> float:
         for record in reply.content.metric_records.values():
             if isinstance(value := record.get(self._weighted_by), int | float):
-                if not (isfinite(value) and value >= 0):
-                    raise RecordError(f"Got {self._weighted_by} = {value}, expected a number from 0 on.")
+                if not 0 <= value <= _LARGEST:
+                    raise RecordError(f"Got {self._weighted_by} = {value}, expected a number in [0, {_LARGEST:.3g}].")
                 return float(value)
         return 1.0

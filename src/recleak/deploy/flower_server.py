@@ -168,9 +168,9 @@ class Federation(Strategy):
                 raise MessageError(f"got {part.name!r} of shape {got_shape}, expected {part.shape}.")
         if update.n_items != self.n_items:
             raise MessageError(f"got {update.n_items} items, expected {self.n_items}.")
-        _check_finite({**update.values, **update.rows})
         if not bool((torch.isfinite(message.weight) & (message.weight >= 0)).all()):
             raise MessageError("got weights that are no numbers from 0 on, expected such.")
+        check_finite(message)
 
     def _check_sum(self, message: Aggregate) -> None:
         expected = {name: tuple(value.shape) for name, value in self._params.items()}
@@ -182,6 +182,8 @@ class Federation(Strategy):
         if set(message.touched) != counted:
             raise MessageError(f"got counts of rows of {sorted(message.touched)}, expected {sorted(counted)}.")
         _check_finite({**message.total, **{f"rows of {name}": value for name, value in message.touched.items()}})
+        if any(bool((value < 0).any()) for value in message.touched.values()):
+            raise MessageError("got counts of rows below 0, expected numbers from 0 on.")
         if not message.weight > 0:
             raise MessageError(f"got a sum of weight {message.weight}, expected more than 0.")
 
@@ -208,6 +210,14 @@ def clients_of(message: Upload | Aggregate) -> list[int]:
     client = message.update.client if isinstance(message, Upload) else message.client
     found: list[int] = client.tolist()
     return found
+
+
+def check_finite(upload: Upload) -> None:
+    """An error unless the update is finite, and also times its weight, as sums take it."""
+    update, most = upload.update, upload.weight.max()
+    sent = {**update.values, **update.rows}
+    _check_finite(sent)
+    _check_finite({f"{name} times its weight": value * most for name, value in sent.items()})
 
 
 def _check_finite(tensors: Params) -> None:
