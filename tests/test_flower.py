@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.deploy.flower import Cohort, Federation, Recorder, as_mod, client_app
-from recleak.deploy.flower_records import RecordError, numpy_of, opened, sealed
+from recleak.deploy.flower_records import DeviceError, RecordError, numpy_of, opened, sealed
 from recleak.errors import ConfigError, DataError, NotFoundError
 from recleak.models.base import Model
 from recleak.models.components import Component
@@ -173,10 +174,25 @@ def assert_alike(one: WireMessage, other: WireMessage) -> None:
     if isinstance(one, Upload) and isinstance(other, Upload):
         assert torch.equal(one.update.client, other.update.client)
         assert torch.equal(one.update.item, other.update.item)
-        for name in one.update.rows:
-            torch.testing.assert_close(one.update.rows[name], other.update.rows[name], rtol=1e-4, atol=1e-6)
-        for name in one.update.values:
-            torch.testing.assert_close(one.update.values[name], other.update.values[name], rtol=1e-4, atol=1e-6)
+        assert torch.equal(one.update.offset, other.update.offset)
+        assert torch.equal(one.weight, other.weight)
+        assert_close(one.update.rows, other.update.rows)
+        assert_close(one.update.values, other.update.values)
+    elif isinstance(one, Broadcast) and isinstance(other, Broadcast):
+        assert_close(one.params, other.params)
+    else:
+        assert isinstance(one, Aggregate)
+        assert isinstance(other, Aggregate)
+        assert torch.equal(one.client, other.client)
+        assert_close(one.total, other.total)
+        assert_close(one.touched, other.touched)
+        assert one.weight == other.weight
+
+
+def assert_close(some: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    assert set(some) == set(others)
+    for name, value in some.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_cohort_that_sends_its_sum_is_recorded_as_aggregator(data: Interactions, tmp_path: Path) -> None:
@@ -193,9 +209,42 @@ def test_a_cohort_that_sends_its_sum_is_recorded_as_aggregator(data: Interaction
     assert not any(isinstance(opened(reply.content), Upload) for reply in grid.replies)
 
 
-def test_the_sum_of_one_user_is_refused(data: Interactions, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the sum of one is its upload"):
+@contextmanager
+def failing(caplog: pytest.LogCaptureFixture, kind: type[Exception], words: str) -> Iterator[None]:
+    """A client fails with this error: its words are in the log of the device, and not in what Flower would send."""
+    caplog.clear()
+    with pytest.raises(DeviceError) as raised:
+        yield
+    assert str(raised.value) == f"{kind.__name__} on the device, whose log says more."
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+    assert words in caplog.text
+
+
+def test_the_sum_of_one_user_is_refused(data: Interactions, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with failing(caplog, ConfigError, "the sum of one is its upload"):
         federated(MF(4), Federated(rounds=1), data, SecureAggregation(), tmp_path / "flower")
+
+
+def test_errors_of_a_device_do_not_tell_its_data(data: Interactions, caplog: pytest.LogCaptureFixture) -> None:
+    """Flower sends the words of an exception to the server; these here are two items of a user."""
+
+    def cohort(context: Context) -> Cohort:
+        return Cohort.of({0: [17, 61]}, data.n_users, 60)
+
+    grid = Grid(client_app(MF(4), Federated(rounds=1), cohort, seed=3), {11: {}})
+    federation = Federation(MF(4), Federated(rounds=1), n_users=data.n_users, n_items=data.n_items)
+    sent = federation.configure_train(1, federation.first_arrays(), ConfigRecord(), grid)  # type: ignore[arg-type]
+    with failing(caplog, ConfigError, "items from 17 to 61"):
+        grid.send_and_receive(sent)
+    app = ClientApp()
+
+    @app.train(mods=[as_mod(ClipByNorm(1.0), PARTS)])
+    def train(message: Message, context: Context) -> Message:
+        raise KeyError("item 17")
+
+    with failing(caplog, KeyError, "item 17"):
+        sent_by(app)
 
 
 @pytest.mark.heavy
@@ -210,6 +259,7 @@ def test_without_a_seed_a_device_draws_for_itself(data: Interactions, tmp_path: 
     assert 0.12 < float(difference.std()) < 0.17  # two draws of 0.1, and what training adds
     one, other = (grid.contexts[1000].state.config_records["recleak secret"]["seed"] for _, grid in runs)
     assert one != other
+    assert all(isinstance(secret, bytes) and len(secret) == 32 for secret in (one, other))
     again, _ = federated(MF(4), protocol, data, chain, tmp_path / "seeded 1")
     same, _ = federated(MF(4), protocol, data, chain, tmp_path / "seeded 2")
     assert all(torch.equal(again[name], same[name]) for name in again)
@@ -390,7 +440,7 @@ def test_what_a_mod_keeps_stays_on_the_device() -> None:
     np.testing.assert_array_equal(shared.array_records["arrays"]["head.weight"].numpy(), START["head.weight"])
 
 
-def test_what_a_mod_cannot_do_is_an_error_and_nothing_is_sent() -> None:
+def test_what_a_mod_cannot_do_is_an_error_and_nothing_is_sent(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="which a mod does not see"):
         as_mod(DPSGD(1.0, 1.0), PARTS)
     with pytest.raises(ConfigError, match="acts on data"):
@@ -400,12 +450,12 @@ def test_what_a_mod_cannot_do_is_an_error_and_nothing_is_sent() -> None:
     with pytest.raises(NotFoundError, match=r"Unknown component 'items\.weight'"):
         as_mod(GaussianNoise({"items.weight": 1.0}), PARTS)  # it is called `item`
     forgotten = {name: part for name, part in PARTS.items() if name != "bias"}
-    with pytest.raises(RecordError, match="'bias', which is not mapped"):
+    with failing(caplog, RecordError, "'bias', which is not mapped"):
         sent_by(plain_app([as_mod(ClipByNorm(1.0), forgotten)]))
-    with pytest.raises(RecordError, match="real numbers"):
+    with failing(caplog, RecordError, "real numbers"):
         sent_by(plain_app([as_mod(ClipByNorm(1.0), {**PARTS, "steps": Component("s", "dense", "head", ())})]))
     wrong = {**PARTS, "head.weight": Component("head", "dense", "head", (3, 2))}
-    with pytest.raises(RecordError, match=r"shape \[2, 3\]"):
+    with failing(caplog, RecordError, "shape [2, 3]"):
         sent_by(plain_app([as_mod(ClipByNorm(1.0), wrong)]))
     app = ClientApp()
 
@@ -413,7 +463,7 @@ def test_what_a_mod_cannot_do_is_an_error_and_nothing_is_sent() -> None:
     def query(message: Message, context: Context) -> Message:
         return Message(RecordDict({"arrays": record(START)}), reply_to=message)
 
-    with pytest.raises(ConfigError, match="nothing protects them"):
+    with failing(caplog, ConfigError, "nothing protects them"):
         app(Message(RecordDict(), 5, MessageType.QUERY), Context(1, 5, {}, RecordDict(), {}))
 
 

@@ -18,7 +18,16 @@ from torch import Tensor
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense, all_components
 from recleak.defenses.base import check as check_defense
-from recleak.deploy.flower_records import only_arrays, params_of, recall, remember, round_of, sealed, secret_of
+from recleak.deploy.flower_records import (
+    only_arrays,
+    params_of,
+    recall,
+    remember,
+    round_of,
+    sealed,
+    secret_of,
+    told_here,
+)
 from recleak.errors import ConfigError
 from recleak.models.base import Model, Params
 from recleak.models.components import Component
@@ -32,6 +41,8 @@ from recleak.training.state import ClientStore
 from recleak.training.transitions import examples_of
 from recleak.update import Update
 from recleak.wire import Aggregate, Upload
+
+_SECRET_BYTES = 32  # seeds are whole numbers of any size, of which streams take a hash
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +84,12 @@ def client_app(
     aggregation "weighted". What users keep lies in Flower's state of the SuperNode, which does not leave it.
 
     Everything is drawn on the device: defenses draw from the operating system, and what has to last for a run
-    (negatives, shuffles, first vectors, fake items) is of a secret that the device draws there too. With a `seed` it is
-    all reproducible instead, the same as in a simulation. **For tests only**: who knows the seed knows the noise.
+    (negatives, shuffles, first vectors, fake items, answers that are randomized once) is of a secret that the device
+    draws there too, by the streams of the simulation, which are not made for cryptography; another run has another
+    secret. With a `seed` it is all reproducible instead, the same as in a simulation. **For tests only**: who knows the
+    seed knows the noise.
+
+    Of an error on the device the server is told the type; what it says is in the device's log.
     """
     chain = defense or Defense()
     components = deployable(model, protocol, chain)
@@ -82,10 +97,14 @@ def client_app(
 
     @app.train()
     def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
+        with told_here():
+            return trained(message, context)
+
+    def trained(message: FlowerMessage, context: Context) -> FlowerMessage:
         here, round = cohort(context), round_of(message.content)
         data = here.train
         received = params_of(only_arrays(message.content, "the broadcast"), components, data.n_users, data.n_items)
-        secret = seed if seed is not None else secret_of(context.state, int.from_bytes(os.urandom(7), "little"))
+        secret = seed if seed is not None else secret_of(context.state, os.urandom(_SECRET_BYTES))
         task = Task(
             model,
             components,
@@ -96,10 +115,10 @@ def client_app(
             here.user_features,
             on_device=seed is None,
         )
-        trained = _trained(task, here, received, recall(context.state, data.n_items), round)
-        remember(context.state, trained.kept)
-        weight = trained.positives if protocol.aggregation == "weighted" else torch.ones_like(trained.positives)
-        return FlowerMessage(sealed(_sent(task, protocol, received, trained.update, weight, round)), reply_to=message)
+        made = _trained(task, here, received, recall(context.state, data.n_items), round)
+        remember(context.state, made.kept)
+        weight = made.positives if protocol.aggregation == "weighted" else torch.ones_like(made.positives)
+        return FlowerMessage(sealed(_sent(task, protocol, received, made.update, weight, round)), reply_to=message)
 
     return app
 

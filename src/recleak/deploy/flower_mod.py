@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recleak.defenses.base import Defense, hooks
 from recleak.defenses.base import check as check_defense
-from recleak.deploy.flower_records import Parts, check_parts, numpy_of, only_arrays, tensors_of, update_of
+from recleak.deploy.flower_records import Parts, check_parts, numpy_of, only_arrays, tensors_of, told_here, update_of
 from recleak.errors import ConfigError
 from recleak.models.base import Params
 from recleak.models.components import Component
@@ -33,13 +33,18 @@ def as_mod(defense: Defense, parts: Parts) -> Mod:
     from the operating system. A component that the defense keeps stays on the device, and the client finds its own
     there in the next round. Numbers of 16 or 64 bits are treated in 32.
 
-    Metrics pass as they are. Only replies to train messages carry arrays; others that do are refused.
+    Metrics pass as they are. Only replies to train messages carry arrays; others that do are refused. Of an error, also
+    one of the client, the server is told the type; what it says is in the device's log.
     """
     components = defense.sharing(check_parts(parts))
     _check(defense, components)
     shared = {part.name for part in components if part.shared}
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        with told_here():
+            return answer(message, context, call_next)
+
+    def answer(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
             reply = call_next(message, context)
             if not reply.has_error() and reply.content.array_records:
@@ -54,9 +59,9 @@ def as_mod(defense: Defense, parts: Parts) -> Mod:
         reply = call_next(_with_own(message, context, kept), context)
         if reply.has_error():
             return reply
-        answer = only_arrays(reply.content, "the reply")
-        after = tensors_of(answer, parts, "the reply")
-        own = {name: answer[name] for name in kept}
+        replied = only_arrays(reply.content, "the reply")
+        after = tensors_of(replied, parts, "the reply")
+        own = {name: replied[name] for name in kept}
         if own:
             context.state[_STATE] = ArrayRecord(own)
         protected = _protected(defense, components, before, after)
@@ -65,7 +70,7 @@ def as_mod(defense: Defense, parts: Parts) -> Mod:
             if part is None or part.name not in shared:
                 arrays[name] = sent[name]
             else:
-                arrays[name] = Array(_as_sent(protected[part.name], numpy_of(name, answer[name])))
+                arrays[name] = Array(_as_sent(protected[part.name], numpy_of(name, replied[name])))
         key = next(iter(reply.content.array_records))
         reply.content[key] = ArrayRecord(arrays)
         return reply

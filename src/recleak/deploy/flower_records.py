@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 
 import numpy as np
@@ -30,8 +32,27 @@ _HEADER = re.compile(  # as NumPy writes it; nothing in it can be read in two wa
 _BROKEN = (ValueError, TypeError, OSError, EOFError, struct.error, OverflowError, MemoryError)
 
 
+logger = logging.getLogger("flwr")  # Flower's own, so that its settings hold
+
+
 class RecordError(RecleakError):
     """A record that cannot be used; says what was got and what was expected."""
+
+
+class DeviceError(RecleakError):
+    """What leaves a device of an error there: its type."""
+
+
+@contextmanager
+def told_here() -> Iterator[None]:
+    """Flower sends the words of a client's error to the server, and they may quote data: they go to the log here."""
+    try:
+        yield
+    except DeviceError:
+        raise
+    except Exception as error:
+        logger.error("The client failed; the server is told the type of the error only.", exc_info=error)
+        raise DeviceError(f"{type(error).__name__} on the device, whose log says more.") from None
 
 
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
@@ -192,11 +213,11 @@ def opened(content: RecordDict) -> Message:
 _KEPT, _SECRET = "recleak kept", "recleak secret"
 
 
-def secret_of(state: RecordDict, drawn: int) -> int:
+def secret_of(state: RecordDict, drawn: bytes) -> int:
     """The secret of this device in this run: `drawn` at the first call, the same at every other."""
     if _SECRET not in state.config_records:
         state[_SECRET] = ConfigRecord({"seed": drawn})
-    return int(state.config_records[_SECRET]["seed"])  # type: ignore[arg-type]
+    return int.from_bytes(state.config_records[_SECRET]["seed"], "little")  # type: ignore[arg-type]
 
 
 def remember(state: RecordDict, kept: Update) -> None:
