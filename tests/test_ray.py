@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,7 +182,7 @@ def test_errors_and_deaths_are_told(cluster: RayCluster, data: Interactions, mon
 
 @pytest.mark.heavy
 def test_other_versions_are_refused(cluster: RayCluster, data: Interactions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(away, "versions", lambda: {"recleak": "0.0.1", "torch": "0", "numpy": "0"})
+    monkeypatch.setattr(away, "versions", lambda: {"recleak": "0.0.1"})
     with pytest.raises(ConfigError, match=r"Got recleak .* on a worker, expected 0\.0\.1"):
         trained(data, cluster, MF(4), protocol=Federated(rounds=1, clients_per_round=1))
 
@@ -339,6 +341,57 @@ def test_an_errand_is_refused_where_code_differs(small: str, tmp_path: Path) -> 
     sent.clear()
     with pytest.raises(ConfigError, match="expected a plain name"):
         away.bring(job, {"../elsewhere.json": b""})
+
+
+def test_whatever_decides_bits_must_be_the_same() -> None:
+    here = away.versions()
+    assert {"recleak", "source of recleak", "python", "torch", "numpy", "numba", "scipy", "polars"} <= set(here)
+    away.Home(here, ()).require_same()
+    for name, mine in here.items():
+        with pytest.raises(ConfigError, match=rf"Got {name} {re.escape(mine)} on a worker, expected another"):
+            away.Home({**here, name: "another"}, ()).require_same()
+
+
+class _Crashed(Exception):
+    pass
+
+
+class _NoMemory(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (_Crashed("The worker died."), r"(?s)a cell \(_Crashed\): its workers died 4 times\..*smaller chunks"),
+        (_NoMemory("Task was killed due to the node running low on memory.\nMore"), r"(?s)low on memory\.\n.*smaller"),
+        (LookupError("\n Object 12 is lost.\nTraceback"), r"(?s)a cell \(LookupError\): Object 12 is lost\.\n.*Check"),
+        (LookupError(), r"it does not say why\.\n"),
+    ],
+)
+def test_what_ray_says_is_told(error: Exception, words: str) -> None:
+    """Not everything is the death of a worker."""
+    kinds = {"RayTaskError": ArithmeticError, "WorkerCrashedError": _Crashed, "OutOfMemoryError": _NoMemory}
+    ray = SimpleNamespace(exceptions=SimpleNamespace(**kinds, RayError=Exception))
+    with pytest.raises(RecleakError, match=words), deployed._told(ray, "a cell"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("protocol", "words"),
+    [
+        ({"use": "recorded", "recording": "seen"}, "Got a recording and"),
+        ({"use": "vectors", "vectors": "v.npz"}, "vectors"),
+    ],
+)
+def test_other_outputs_that_exist_are_called_by_their_name(
+    tmp_path: Path, protocol: dict[str, Any], words: str
+) -> None:
+    made = experiment(
+        table("synthetic", protocol=protocol, model="unknown", attacks=["from-lists"], attributes=["gender"])
+    )
+    with pytest.raises(ConfigError, match=words):
+        audit_run(made, tmp_path, cluster=RayCluster())
 
 
 def test_lists_that_exist_are_not_sent_to_a_cluster(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from recleak.cells import (
     HISTORY,
     MEMBERSHIP,
     NULLS,
+    RECORDED,
     Ask,
     Baselines,
     Cell,
@@ -54,6 +55,7 @@ from recleak.wire import Audience, Server
 
 _SHARED_ROLES = ("user", "item", "head")
 _LAYERS = ("head.1", "head.2")  # of a head, by themselves: what noise by layer goes by
+_GIVEN = {"published": "lists that exist already", "vectors": "vectors that exist already", RECORDED: "a recording"}
 _PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "polars", "dp-accounting")
 
 
@@ -65,10 +67,11 @@ def audit_run(
     experiment: Experiment, folder: Path, *, workers: int = 1, command: str = "", cluster: Cluster | None = None
 ) -> Findings:
     """Measure what is missing, here or on a cluster, then write findings into the folder."""
-    if cluster is not None and any(is_published(system) for system in experiment.systems):
+    if cluster is not None and (given := [system for system in experiment.systems if is_published(system)]):
+        what = _GIVEN[given[0].settings["protocol"]["use"]]
         raise ConfigError(
-            "Got lists that exist already and a cluster, expected one of them: nothing is trained, and the files are "
-            "here.\n  Leave the executor out."
+            f"Got {what} and a cluster, expected one of them: nothing is trained, and the files are here.\n"
+            "  Leave the executor out."
         )
     loaded.cache_clear()  # data may have changed since
     with locked(folder):

@@ -6,14 +6,15 @@ so that a cell that was begun twice, because a machine went away, is still store
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-
-import numpy as np
-import torch
 
 from recleak import __version__
 from recleak.cells import Baselines, Cell, loaded, sent
@@ -24,6 +25,7 @@ from recleak.files import replace_bytes
 from recleak.jobs import Outcome, Work, attempt
 
 Job = Cell | Baselines
+_PACKAGES = ("torch", "numpy", "numba", "scipy", "scikit-learn", "polars")
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,10 @@ class Home:
     def require_same(self) -> None:
         """An error if results made here would not be those of home; modules that lie at home are found, if here too."""
         for name, mine in versions().items():
-            if mine != self.versions[name]:
+            if mine != (expected := self.versions.get(name)):
                 raise ConfigError(
-                    f"Got {name} {mine} on a worker, expected {self.versions[name]}, as where it was started: results "
-                    "could differ.\n  Install the same versions everywhere."
+                    f"Got {name} {mine} on a worker, expected {expected}, as where it was started: results could "
+                    "differ.\n  Install the same versions everywhere."
                 )
         sys.path += [each for each in self.path if each not in sys.path and Path(each).exists()]
 
@@ -50,8 +52,19 @@ def home() -> Home:
 
 
 def versions() -> dict[str, str]:
-    """Of packages that decide the bits of a result."""
-    return {"recleak": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    """Of what decides the bits of a result: Python, packages, and recleak down to its source."""
+    packages = {name: version(name) for name in _PACKAGES}
+    return {"recleak": __version__, "source of recleak": _source(), "python": platform.python_version(), **packages}
+
+
+@cache
+def _source() -> str:
+    """A digest of the package's modules: of one version there may be several on the way to the next."""
+    found, root = hashlib.sha256(), Path(__file__).parent.parent
+    for path in sorted(root.rglob("*.py")):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        found.update(f"{content}  {path.relative_to(root).as_posix()}\n".encode())
+    return found.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

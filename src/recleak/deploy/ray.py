@@ -54,7 +54,7 @@ class RayCluster:
 
     `ray`: the cluster of RAY_ADDRESS, or one of its own on this machine for as long as it is needed, which listens on
     the loopback only. `ray://HOST:10001`: a cluster elsewhere, through its client port. A Ray that this process has
-    begun itself is used as it is. Workers need the same recleak, torch and numpy; they get data from here.
+    begun itself is used as it is. Workers need the same Python and packages (`away.versions`); they get data from here.
     """
 
     address: str = HERE
@@ -171,7 +171,7 @@ class _RaySession:
 
 @contextmanager
 def _told(ray: Any, what: str) -> Iterator[None]:
-    """Errors of ours as they were raised; the death of workers in our words."""
+    """Errors of ours as they were raised; those of Ray in our words, with what it says."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -179,10 +179,14 @@ def _told(ray: Any, what: str) -> Iterator[None]:
             raise error.cause from None
         raise
     except ray.exceptions.RayError as error:
-        raise RecleakError(
-            f"Ray gave up on {what} ({type(error).__name__}): its workers died {RETRIES + 1} times.\n"
-            "  If memory ran out, use smaller chunks, fewer CPUs or larger machines."
-        ) from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = f"{lines[0] if lines else 'it does not say why':.300}"
+        remedy = "Check that the cluster runs and its machines reach each other, then run the same command again."
+        if isinstance(error, ray.exceptions.WorkerCrashedError):
+            why = f"its workers died {RETRIES + 1} times"
+        if isinstance(error, ray.exceptions.WorkerCrashedError | ray.exceptions.OutOfMemoryError):
+            remedy = "If memory ran out, use smaller chunks, fewer CPUs or larger machines."
+        raise RecleakError(f"Ray gave up on {what} ({type(error).__name__}): {why.rstrip('.')}.\n  {remedy}") from error
 
 
 def _outcomes(ray: Any, jobs: Sequence[Job], work: Work[Job], workers: int | None) -> Iterator[tuple[int, Outcome]]:
