@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,15 @@ def run(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs}"
 
 
+def audited(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The verdict of the audit that the example tells of."""
+    words = ["audit", str(EXAMPLE / "audit.toml"), "--recording", str(folder / "recording")]
+    words += ["--interactions", str(folder / "interactions.csv"), "--out", str(folder / "audit"), "--workers", "1"]
+    app([*words, "--json"], result_action="return_value")
+    (verdict,) = json.loads(capsys.readouterr().out)["verdicts"]
+    return dict(verdict)
+
+
 @pytest.mark.flower
 def test_the_example_runs_and_its_recording_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path)
@@ -50,10 +60,7 @@ def test_the_example_runs_and_its_recording_is_audited(tmp_path: Path, capsys: p
     assert [type(each) for each in messages] == [Broadcast, Upload, Aggregate] * 2
     assert all(each.update.client.tolist() == list(range(10)) for each in messages if isinstance(each, Upload))
     assert all("user" not in each.update.values for each in messages if isinstance(each, Upload))
-    words = ["audit", str(EXAMPLE / "audit.toml"), "--recording", str(recording)]
-    words += ["--interactions", str(tmp_path / "interactions.csv"), "--out", str(tmp_path / "audit"), "--workers", "1"]
-    app([*words, "--json"], result_action="return_value")
-    (verdict,) = json.loads(capsys.readouterr().out)["verdicts"]
+    verdict = audited(tmp_path, capsys)
     assert verdict["question"] == "membership"
     assert verdict["value"] > 0.8
     assert verdict["low"] > verdict["null_value"]
@@ -61,7 +68,9 @@ def test_the_example_runs_and_its_recording_is_audited(tmp_path: Path, capsys: p
 
 
 @pytest.mark.flower
-def test_cohorts_that_send_sums_are_recorded_as_such(tmp_path: Path) -> None:
+def test_cohorts_that_send_sums_are_recorded_and_audited_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(tmp_path, "sums", "1")
     found = survey(tmp_path / "recording")
     assert (found.rounds, found.vantage) == (1, "Aggregator")
@@ -69,3 +78,7 @@ def test_cohorts_that_send_sums_are_recorded_as_such(tmp_path: Path) -> None:
     assert [type(each) for each in messages] == [Broadcast, Aggregate, Aggregate]
     sums = [sorted(each.client.tolist()) for each in messages if isinstance(each, Aggregate)]
     assert sorted(sums) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    verdict = audited(tmp_path, capsys)
+    assert verdict["attack"] == "alignment-of-sums"
+    assert 0.5 < verdict["value"] < 0.95  # of five users together
+    assert 0.5 < verdict["null_value"] < 0.95
