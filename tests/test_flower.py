@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,18 @@ def test_arrays_that_lie_about_their_size_are_refused() -> None:
         numpy_of("x", Array("object", (1,), "pickle", b"x"))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, ">f8", np.int64, np.uint8])
+def test_arrays_are_read_as_numpy_writes_them(dtype: Any) -> None:
+    every = np.arange(6).astype(dtype)
+    for values in (every, every.reshape(2, 3), np.asfortranarray(every.reshape(2, 3)), every[:0], np.asarray(every[3])):
+        found = numpy_of("x", Array(values))
+        np.testing.assert_array_equal(found, values)
+        assert (found.dtype, found.shape) == (values.dtype, values.shape)
+    file = BytesIO()
+    np.lib.format.write_array(file, every, version=(2, 0))
+    np.testing.assert_array_equal(numpy_of("x", Array("", (6,), "numpy.ndarray", file.getvalue())), every)
+
+
 def test_any_strategy_is_recorded(tmp_path: Path) -> None:
     grid = Grid(plain_app([]), {11: {}, 12: {}})
     recorder = Recorder(FedAvg(fraction_evaluate=0.0), tmp_path / "seen", parts=PARTS, source="a test")
@@ -548,6 +561,9 @@ HOSTILE = {
     "objects": npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n", b"x" * 8),
     "nested": npy(b"{'descr': " + b"[" * 9000 + b"\n"),
     "no bytes": b"",
+    "cut within its shape": b"\x93NUMPY\x01\x00\x80\x00{'descr': '<f4', 'fortran_order': False, 'shape': ("
+    + b"111111111111111111, " * 9
+    + b"), }\n",
 }
 
 
