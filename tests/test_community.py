@@ -374,11 +374,11 @@ def test_the_chain_at_a_node_finds_the_rows_that_moved(shared: bool) -> None:
     assert float(score[1]) == 1.0
 
 
-def slow_similarity(apart: Tensor, direction: Tensor | None, targets: Tensor, size: int) -> float:
-    """Of one pair, in float64: f64[I, d], f64[d] and f64[I]."""
+def slow_similarity(apart: Tensor, direction: Tensor | None, side: Tensor, targets: Tensor, size: int) -> float:
+    """Of one pair, in float64: f64[I, d], f64[d], f64[I] and f64[I]."""
     along = torch.linalg.eigh(apart.T @ apart).eigenvectors[:, -1] if direction is None else direction
     moved = apart @ along
-    if direction is None and float(moved.pow(3).sum()) < 0:
+    if direction is None and float(moved @ side) < 0:
         moved = -moved
     order = moved.argsort(descending=True)
     both = float(targets[order[:size]].sum())
@@ -392,11 +392,13 @@ def test_moved_rows_are_those_of_the_loop(told: bool) -> None:
     targets = (torch.rand(3, 60, generator=draws) < 0.3).float()
     who, what = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([3, 6, 3, 0, 1])
     direction = torch.randn(5, 5, generator=draws) if told else None
-    got = _of_moved_rows(models, common, who, what, direction, targets, 12)
+    side = torch.randn(60, generator=draws)
+    got = _of_moved_rows(models, common, who, what, direction, side, targets, 12)
     for k in range(5):
         apart = (models[what[k]] - common[who[k]]).double()
         line = None if direction is None else direction[k].double()
-        assert float(got[k]) == pytest.approx(slow_similarity(apart, line, targets[who[k]].double(), 12))
+        expected = slow_similarity(apart, line, side.double(), targets[who[k]].double(), 12)
+        assert float(got[k]) == pytest.approx(expected)
 
 
 def test_rows_that_moved_alike_count_as_a_random_choice() -> None:
@@ -405,7 +407,7 @@ def test_rows_that_moved_alike_count_as_a_random_choice() -> None:
     targets = torch.zeros(1, 10)
     targets[0, [0, 4, 5, 6, 7]] = 1.0
     pair = torch.zeros(1, dtype=torch.int64)
-    got = _of_moved_rows(models, common, pair, pair, torch.tensor([[1.0, 0.0]]), targets, 4)
+    got = _of_moved_rows(models, common, pair, pair, torch.tensor([[1.0, 0.0]]), torch.zeros(10), targets, 4)
     both = 1 + 4 * 2 / 8  # one of the two, and two of eight others, of which half are targets
     assert float(got) == pytest.approx(both / (5 + 4 - both))
 

@@ -110,9 +110,8 @@ class TestItemsOfShareLess(TestItems):
     shared = False
 
 
-class TestLastItemsBySize(TestItems):
-    attack = ItemsOfPeers(rounds="last", sign="few")
-    shared = False
+class TestLastItems(TestItems):
+    attack = ItemsOfPeers(rounds="last")
 
 
 class TestThroughItems(AttackContract):
@@ -138,7 +137,7 @@ class TestVectors(AttackContract):
 # --- what it computes -------------------------------------------------------------------------------------------------
 
 
-def slowly(case: Case, *, adds: bool, popular: bool) -> dict[int, Tensor]:
+def slowly(case: Case, *, adds: bool) -> dict[int, Tensor]:
     """The log odds of every sender's items by a loop over ticks and models, in float64."""
     popularity = (case.knowledge.public["popularity"].double() + 0.5).log()
     found, common, weight = dict[int, Tensor](), torch.zeros(ITEMS, FACTORS, dtype=torch.float64), 0.0
@@ -154,8 +153,7 @@ def slowly(case: Case, *, adds: bool, popular: bool) -> dict[int, Tensor]:
             along = torch.linalg.svd(apart).Vh[0] if user is None else user * head
             moved = apart @ along
             if user is None:
-                side = (moved - moved.mean()) @ (popularity - popularity.mean()) if popular else moved.pow(3).sum()
-                moved = moved if float(side) > 0 else -moved
+                moved = moved if float(moved @ (popularity - popularity.mean())) > 0 else -moved
             odds = 2 * (moved - moved.mean()) / moved.std(correction=0)
             found[sender] = odds + found.get(sender, 0.0) if adds else odds
         total = torch.stack([table for _, table, _, _ in models]).sum(0)
@@ -165,32 +163,34 @@ def slowly(case: Case, *, adds: bool, popular: bool) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["share", "share less"])
-@pytest.mark.parametrize("attack", [ItemsOfPeers(), ItemsOfPeers(rounds="last", sign="few")])
+@pytest.mark.parametrize("attack", [ItemsOfPeers(), ItemsOfPeers(rounds="last")])
 def test_probabilities_are_those_of_the_loop(attack: ItemsOfPeers, shared: bool) -> None:
     case = stream(shared=shared)
     state = attack.init(case.knowledge)
     for message in case.messages:
         state = attack.fold(case.knowledge, state, message)  # type: ignore[arg-type]
     got = attack.answer(case.knowledge, state, case.question).view(-1, ITEMS)
-    odds = slowly(case, adds=attack.rounds == "all", popular=attack.sign == "popular")
+    odds = slowly(case, adds=attack.rounds == "all")
     for row, sender in zip(got, range(MEMBERS, USERS), strict=True):
         expected = calibrated(odds[sender], torch.zeros(ITEMS, dtype=torch.int64), torch.tensor([float(OWN)]))
         torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(got.sum(1), torch.full((USERS - MEMBERS,), float(OWN), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_moved_rows_are_those_of_the_loop(told: bool) -> None:
+@pytest.mark.parametrize(("told", "tells"), [(True, True), (False, True), (False, False)])
+def test_moved_rows_are_those_of_the_loop(told: bool, tells: bool) -> None:
+    """Popular items are on the side of own ones; where popularity tells nothing, few rows are large."""
     draws = torch.Generator().manual_seed(1)
     models, common = (torch.randn(n, 30, 5, generator=draws) for n in (7, 3))
     who, what = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([3, 6, 3, 0, 1])
     direction = torch.randn(5, 5, generator=draws) if told else None
-    got = moved_rows(models, common, who, what, direction)
+    side = torch.randn(30, generator=draws) if tells else torch.zeros(30)
+    got = moved_rows(models, common, who, what, direction, side)
     for k in range(5):
         apart = (models[what[k]] - common[who[k]]).double()
         along = torch.linalg.svd(apart).Vh[0] if direction is None else direction[k].double()
         moved = apart @ along
-        if direction is None and float(moved.pow(3).sum()) < 0:
+        if direction is None and float(moved @ side.double() if tells else moved.pow(3).sum()) < 0:
             moved = -moved
         torch.testing.assert_close(got[k].double(), moved, rtol=1e-3, atol=1e-4)
 
@@ -285,7 +285,5 @@ def test_errors_say_what_to_do() -> None:
         ItemsOfPeers().init(replace(known, public={**known.public, "groups": torch.eye(USERS) > 0}))
     with pytest.raises(ConfigError, match=r"colluders is 1\.5"):
         PeersThroughItems(colluders=1.5)
-    with pytest.raises(ConfigError, match="expected one of popular, few"):
-        ItemsOfPeers(sign="large")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="one shared item table"):
         ItemsOfPeers().init(replace(known, components=MF(4, biases=True).components()))

@@ -39,35 +39,40 @@ def spread_apart(models: F32, common: F32, who: I64, what: I64, out: F64) -> Non
 
 
 @compiled
-def _project(model: F32, base: F32, line: F32, oriented: bool, moved: F32) -> None:
+def _project(model: F32, base: F32, line: F32, oriented: bool, side: F32, moved: F32) -> None:
     """How far each row of a model is from the base along a line, f32[I, d] twice, f32[d] -> f32[I].
 
-    Unless the line is oriented, its sign is the one with which few rows are large and many small.
+    Unless the line is oriented, its sign is the one with which rows moved with `side`, f32[I]; if that tells nothing,
+    the one with which few rows are large and many small.
     """
-    cubes = 0.0
+    lean, cubes = 0.0, 0.0
     for i in range(model.shape[0]):
         step = np.float32(0)
         for j in range(model.shape[1]):
             step += (model[i, j] - base[i, j]) * line[j]
         moved[i] = step
+        lean += float(step * side[i])
         cubes += float(step * step * step)
-    if not oriented and cubes < 0:
+    if not oriented and (lean if lean != 0 else cubes) < 0:
         for i in range(model.shape[0]):
             moved[i] = -moved[i]
 
 
 @compiled
-def project_apart(models: F32, common: F32, who: I64, what: I64, along: F32, oriented: bool, out: F32) -> None:
+def project_apart(
+    models: F32, common: F32, who: I64, what: I64, along: F32, side: F32, oriented: bool, out: F32
+) -> None:
     """How far each pair's rows moved along the pair's direction, f32[m, I, d], f32[A, I, d], f32[k, d] -> f32[k, I]."""
     for k in range(who.shape[0]):
-        _project(models[what[k]], common[who[k]], along[k], oriented, out[k])
+        _project(models[what[k]], common[who[k]], along[k], oriented, side, out[k])
 
 
 @compiled
 def similar_by_moved(
     models: F32, common: F32, who: I64, what: I64,  # f32[m, I, d], f32[A, I, d], i64[k] twice
     along: F32,  # f32[k, d]: the direction in which own items of the pair's sender moved
-    oriented: bool,  # whether the direction has the right sign; if not, few rows are large and many small
+    side: F32,  # f32[I]: with these rows own items move, as in `_project`
+    oriented: bool,  # whether the direction has the right sign
     targets: F32,  # f32[A, I]
     size: int,  # so many rows that moved most are taken for the sender's own
     out: F32,  # f32[k]
@@ -77,7 +82,7 @@ def similar_by_moved(
     moved = np.empty(items, np.float32)
     for k in range(who.shape[0]):
         wanted = targets[who[k]]
-        _project(models[what[k]], common[who[k]], along[k], oriented, moved)
+        _project(models[what[k]], common[who[k]], along[k], oriented, side, moved)
         limit = np.partition(moved, items - size)[items - size]
         above, level, count = 0.0, 0.0, 0.0  # targets above the limit and at it, and the target items in all
         taken, tied = 0, 0

@@ -12,7 +12,7 @@ from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichItems, WhoBelongs
 from recleak.attacks.community import TINY, UNSEEN, Keeping, PeerCommunity, mean_items, targets_of
 from recleak.attacks.membership import FromUploads, pairs_with_odds
-from recleak.attacks.moved import directions, leading, nothing_common, received, senders, table_of
+from recleak.attacks.moved import directions, leading, nothing_common, popular_side, received, senders, table_of
 from recleak.errors import ConfigError
 from recleak.kernels_moved import similar_by_moved
 from recleak.wire import Disclosure, PeerMessage, Peers, Server, ServerMessage
@@ -95,7 +95,8 @@ class PeerCommunityThroughItems:
             return state
         models, direction = message.params[table_of(knowledge)], directions(knowledge, message)  # f32[m, I, d]
         along, targets = None if direction is None else direction[what], targets_of(knowledge)
-        score = _of_moved_rows(models, state["common"], who, what, along, targets, mean_items(knowledge))
+        side, size = popular_side(knowledge), mean_items(knowledge)
+        score = _of_moved_rows(models, state["common"], who, what, along, side, targets, size)
         return PeerCommunity(keep=self.keep).keeping(state, who, senders(message)[what], score)
 
 
@@ -111,16 +112,23 @@ def _near(targets: Tensor, chance: Tensor, reading: Reading) -> Tensor:
 
 
 def _of_moved_rows(
-    models: Tensor, common: Tensor, who: Tensor, what: Tensor, direction: Tensor | None, targets: Tensor, size: int
+    models: Tensor,
+    common: Tensor,
+    who: Tensor,
+    what: Tensor,
+    direction: Tensor | None,
+    side: Tensor,
+    targets: Tensor,
+    size: int,
 ) -> Tensor:
     """Jaccard of the rows that moved most with the targets, for pairs of an adversary and a model, f32[k].
 
-    f32[m, I, d], f32[A, I, d], i64[k] twice, f32[k, d] and f32[A, I].
+    f32[m, I, d], f32[A, I, d], i64[k] twice, f32[k, d], f32[I] and f32[A, I]; as in `moved_rows`.
     """
     along = leading(models, common, who, what) if direction is None else direction
     score = torch.empty(len(who))
     similar_by_moved(
-        *(each.contiguous().numpy() for each in (models, common, who, what, along)),
+        *(each.contiguous().numpy() for each in (models, common, who, what, along, side)),
         direction is not None,
         targets.contiguous().numpy(),
         min(size, models.shape[1]),

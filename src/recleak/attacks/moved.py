@@ -3,7 +3,8 @@
 What a network has in common is taken away: the mean of the models that a group of nodes received in earlier ticks, each
 tick counting twice as much as the one before. What is left of a sender's own items points in one direction (in GMF
 along h * u, of its negatives against it): that one where the sender's vector is sent, else the leading direction of
-what is left, with the sign that makes few rows large and many small. For models with one item table of vectors.
+what is left, with the sign that has popular items on the side of the own ones. For models with one item table of
+vectors.
 
 Axis letters: A groups, I items, d factors, m models, k pairs of a group and a model.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from recleak.attacks.base import Knowledge, State
 from recleak.attacks.community import TINY, WEIGHT, groups_of
+from recleak.attacks.membership import popularity_odds
 from recleak.errors import ConfigError
 from recleak.kernels_moved import add_models, project_apart, spread_apart
 from recleak.models.mf import GMF
@@ -54,23 +56,29 @@ def _next_tick(state: State, tick: int) -> State:
     return {**state, **fresh, "common": common, "weight": weight}
 
 
-def moved_rows(models: Tensor, common: Tensor, who: Tensor, what: Tensor, direction: Tensor | None) -> Tensor:
+def popular_side(knowledge: Knowledge) -> Tensor:
+    """Own items are drawn by popularity, negatives uniformly: what popular items have more than others, f32[I]."""
+    odds = popularity_odds(knowledge, torch.arange(knowledge.n_items))
+    return odds - odds.mean()
+
+
+def moved_rows(
+    models: Tensor, common: Tensor, who: Tensor, what: Tensor, direction: Tensor | None, side: Tensor
+) -> Tensor:
     """How far the rows of each pair's model moved from what is common, along its direction, f32[k, I].
 
-    f32[m, I, d], f32[A, I, d], i64[k] twice and f32[k, d]; see `leading` for pairs without a direction.
+    f32[m, I, d], f32[A, I, d], i64[k] twice, f32[k, d] and f32[I]. Without a direction it is the `leading` one, with
+    the sign with which rows moved with `side`.
     """
     along = leading(models, common, who, what) if direction is None else direction
     moved = torch.empty(len(who), models.shape[1])
-    given = (models, common, who, what, along)
+    given = (models, common, who, what, along, side)
     project_apart(*(each.contiguous().numpy() for each in given), direction is not None, moved.numpy())
     return moved
 
 
 def leading(models: Tensor, common: Tensor, who: Tensor, what: Tensor) -> Tensor:
-    """Where the rows of each pair's model differ most from what is common, a direction but for its sign, f32[k, d].
-
-    The sign is the one with which few rows are large: the third moment of the projections is positive.
-    """
+    """Where the rows of each pair's model differ most from what is common, a direction but for its sign, f32[k, d]."""
     spread = torch.empty(len(who), models.shape[2], models.shape[2], dtype=torch.float64)
     spread_apart(*(each.contiguous().numpy() for each in (models, common, who, what)), spread.numpy())
     along: Tensor = torch.linalg.eigh(spread).eigenvectors[:, :, -1].float()

@@ -13,7 +13,7 @@ Axis letters: U users, I items, B users at a time, m models of a message, k mode
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,13 +24,12 @@ from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
 from recleak.attacks.community import PeerCommunity, groups_of
 from recleak.attacks.learners import Learner
 from recleak.attacks.membership import popularity_odds, public_popularity
-from recleak.attacks.moved import directions, moved_rows, nothing_common, received, senders, table_of
+from recleak.attacks.moved import directions, moved_rows, nothing_common, popular_side, received, senders, table_of
 from recleak.attacks.rows import KeepsRows, Rounds
 from recleak.attacks.vectors import odds_of, plain_logistic, popular_items, probabilities
 from recleak.errors import ConfigError
 from recleak.wire import Disclosure, PeerMessage, Peers
 
-Sign = Literal["popular", "few"]
 _BLOCK = 256  # users whose probabilities of all items are in memory at a time
 
 
@@ -62,18 +61,10 @@ class ItemsOfPeers(_OfPeers):
 
     Movements become log odds by their standard deviation within a model, and probabilities that add up to the mean
     number of items per user. rounds: the log odds of all models of a sender add up, or those of its last one count, or
-    of what arrived in a certain tick. sign: where no vector of the sender gives the direction, its own items are on the
-    side of the popular ones, or of the few that are large. popularity: a prior from the public knowledge on top of
-    what models say.
+    of what arrived in a certain tick. popularity: a prior from the public knowledge on top of what models say.
     """
 
-    sign: Sign = "popular"
     popularity: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sign not in get_args(Sign):
-            raise ConfigError(f"sign is {self.sign!r}, expected one of {', '.join(get_args(Sign))}.")
 
     def init(self, knowledge: Knowledge) -> State:
         """Nobody has sent anything, and nothing is known to be common."""
@@ -88,12 +79,9 @@ class ItemsOfPeers(_OfPeers):
             return state
         direction = directions(knowledge, message)
         along = None if direction is None else direction[what]
-        moved = moved_rows(message.params[table_of(knowledge)], state["common"], who, what, along)  # f32[k, I]
-        odds = odds_of(moved)
-        if along is None and self.sign == "popular":
-            popular = popularity_odds(knowledge, torch.arange(knowledge.n_items))
-            odds = odds * torch.where(odds @ (popular - popular.mean()) < 0, -1.0, 1.0).unsqueeze(1)
-        return self._with(state, senders(message)[what], odds)
+        models, side = message.params[table_of(knowledge)], popular_side(knowledge)
+        moved = moved_rows(models, state["common"], who, what, along, side)  # f32[k, I]
+        return self._with(state, senders(message)[what], odds_of(moved))
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         """Probabilities; 0 for who was not heard of."""
