@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from recleak.cli import app
 from recleak.data import store
 from recleak.data.arrays import Arrays
 from recleak.data.columns import read_ids
-from recleak.embeddings import Files, experiment_of
+from recleak.embeddings import Files, _check_ids, experiment_of
 from recleak.errors import ConfigError, DataError, RecleakError
 from recleak.experiment import experiment
 from recleak.models.central import UnknownModel
@@ -170,6 +171,14 @@ def test_what_does_not_fit_is_told(files: Path, tmp_path: Path, change: dict[str
     given = replace(Files(files / "users.npy"), **changes)
     with pytest.raises(RecleakError, match=message):
         experiment_of(given, files / "users.csv", files / "train.csv", tmp_path / "run")
+
+
+def test_an_id_that_stands_twice_is_found_in_one_pass(tmp_path: Path) -> None:
+    ids = [str(place) for place in range(200_000)]
+    begun = time.process_time()
+    with pytest.raises(DataError, match="the user '199999' stands twice"):
+        _check_ids([*ids, ids[-1]], len(ids) + 1, tmp_path, "user")
+    assert time.process_time() - begun < 5  # one pair of ids after the other would take minutes
 
 
 def test_items_need_interactions(files: Path, tmp_path: Path) -> None:

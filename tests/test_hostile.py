@@ -7,6 +7,7 @@ import io
 import json
 import os
 import struct
+import time
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -232,6 +233,15 @@ def test_json_that_is_not_plain(text: str | bytes, message: str) -> None:
 def test_json_that_is_plain() -> None:
     assert parse_json(b'{"a": [1, {"a": null}], "b": 1e3}') == {"a": [1, {"a": None}], "b": 1000.0}
     assert parse_json("[Infinity]", constants=True) == [float("inf")]
+
+
+def test_a_key_that_stands_twice_is_found_in_one_pass() -> None:
+    names = [str(place) for place in range(200_000)]
+    text = "{" + ",".join(f'"{name}":0' for name in (*names, names[-1])) + "}"
+    begun = time.process_time()
+    with pytest.raises(ValueError, match="'199999' stands twice"):
+        parse_json(text)
+    assert time.process_time() - begun < 5  # one pair of keys after the other would take minutes
 
 
 # --- tables and text ----------------------------------------------------------------------------------------------

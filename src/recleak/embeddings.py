@@ -184,9 +184,12 @@ def _check_ids(ids: list[str], rows: int, file: Path, kind: str) -> None:
     if len(ids) != rows:
         remedy = "Give one id for each row, in the same order."
         raise DataError(f"there are {rows:,} vectors of {kind}s and {len(ids):,} ids", file=file, remedy=remedy)
-    if len(set(ids)) < len(ids):
-        twice = next(each for place, each in enumerate(ids) if each in ids[:place])
-        raise DataError(f"the {kind} {twice!r} stands twice", file=file, remedy=f"Give one vector for each {kind}.")
+    seen: set[str] = set()
+    for each in ids:
+        if each in seen:
+            problem = f"the {kind} {each!r:.80} stands twice"
+            raise DataError(problem, file=file, remedy=f"Give one vector for each {kind}.")
+        seen.add(each)
 
 
 def _first_item(interactions: Path | None, columns: ColumnMap) -> list[str]:

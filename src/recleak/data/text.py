@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -121,7 +122,7 @@ def read_text(
     width = width or len(names)
     positions = [_position(path, each, names if header else [], width, separator, first) for each in fields]
     ours = [each.name for each in fields]
-    if twice := sorted({name for name in ours if ours.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(ours).items() if count > 1):
         raise DataError(f"two columns are called {twice[0]!r}", file=path, line=first, remedy="Rename one of them.")
     parts = [
         _parse(batch, fields, width, separator, tally) for batch in _batches(feed, positions, separator, width, quoted)
