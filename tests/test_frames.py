@@ -1,4 +1,4 @@
-"""Tables in memory: polars frames, mappings, frames that look like those of pandas, and those of pandas if it is here."""
+"""Tables in memory: polars frames, mappings, and frames of pandas, real ones where it is installed."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class Condition:
         return made
 
     def violations(self, findings: Findings, *, point: bool = False) -> Iterator[str]:
-        """The systems of which it is certain: the end of the interval nearer to the limit is beyond it. And those of which
-        it was not measured: a gate that nothing was measured for must not stand open.
+        """The systems of which it is certain: the end of the interval nearer to the limit is beyond it. And those
+        of which it was not measured: nobody should take that for a pass.
 
         `point`: the value itself counts. An attack's metric is that of the strongest one, as in the verdict.
         """
