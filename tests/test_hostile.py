@@ -313,7 +313,7 @@ def test_sizes_of_tables(tmp_path: Path) -> None:
         }
     )
     for options in ({}, {"compression": "uncompressed"}, {"row_group_size": 700}, {"data_page_size": 1_000}):
-        table.write_parquet(tmp_path / "a.parquet", **options)  # type: ignore[arg-type]
+        table.write_parquet(tmp_path / "a.parquet", **options)
         found = size_of(tmp_path / "a.parquet", 1 << 60)
         assert found.rows == 30_000
         assert table.estimated_size() <= found.memory <= 8 * table.estimated_size()
@@ -366,7 +366,8 @@ def test_a_small_archive_of_much_text_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"unpacks to more than 16,777,216 bytes.*\n.*gunzip"):
         read_columns(path)
     seen = np.random.default_rng(0).integers(8, size=MANY).tolist()
-    log = "user,item,time\n" + "".join(f"{n // 1000},{item},{1_700_000_000 + n // 50}\n" for n, item in enumerate(seen))
+    rows = (f"{n // 1000},{item},{1_700_000_000 + n // 50},GET /item 200\n" for n, item in enumerate(seen))
+    log = "user,item,time,what\n" + "".join(rows)
     path.write_bytes(gzip.compress(log.encode()))
     assert len(log) > max(16 << 20, 20 * path.stat().st_size)  # as logs are
     assert len(read_columns(path)) == MANY
