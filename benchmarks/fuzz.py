@@ -1,5 +1,8 @@
 """Broken files for every reader: `python benchmarks/fuzz.py` tries 100,000 and prints what came of them.
 
+A reader may read or refuse. Another error, no end within 20 seconds, or 512 MB of memory more is a failure; it is one
+too if a reader makes a refusal of the alarm or of a lack of memory.
+
 An input is a function of (seed, reader, number): `python benchmarks/fuzz.py --only npz --number 17` makes one again.
 """
 
@@ -21,10 +24,11 @@ from types import FrameType
 
 from recleak.errors import RecleakError
 from recleak.papers.base import load
-from recleak.testing.hostile import Reader, broken, readers
+from recleak.testing.hostile import Late, Reader, broken, excused, readers
 
 PATIENCE = 20  # seconds for one input
-MEMORY = 4 << 30  # bytes beyond what is there at the beginning
+MEMORY = 4 << 30  # bytes of addresses beyond what is there at the beginning
+RESIDENT = 512 << 20  # bytes of memory that one input may take
 
 
 def attempt(reader: Reader, files: dict[str, bytes], folder: Path) -> str:
@@ -33,19 +37,34 @@ def attempt(reader: Reader, files: dict[str, bytes], folder: Path) -> str:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+    before = _memory(reset=True)
     signal.alarm(PATIENCE)
+    faulthandler.dump_traceback_later(3 * PATIENCE, exit=True)  # of what never comes back to Python
     try:
         reader.read(folder)
-    except RecleakError:
-        return "refused"
+        result = "read"
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return "".join(traceback.format_exception(error)[-4:])
+        refused = isinstance(error, RecleakError) and not excused(error)
+        result = "refused" if refused else "".join(traceback.format_exception(error)[-4:])
     finally:
         signal.alarm(0)
+        faulthandler.cancel_dump_traceback_later()
         shutil.rmtree(folder)
-    return "read"
+    taken = _memory() - before
+    return result if taken < RESIDENT else f"{result}, with {taken / (1 << 20):,.0f} MB of memory"
+
+
+def _memory(*, reset: bool = False) -> int:
+    """The most memory that this process had, in bytes; `reset`: from now on. 0 where the system does not tell."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return 0
 
 
 def main() -> None:
@@ -95,7 +114,7 @@ def _line(name: str, found: Counter[str]) -> str:
 
 
 def _late(signal: int, frame: FrameType | None) -> None:
-    raise TimeoutError(f"not done after {PATIENCE} s")
+    raise Late(f"not done after {PATIENCE} s")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from recleak.cli import app
 from recleak.data import store
 from recleak.data.arrays import Arrays
 from recleak.data.columns import read_ids
-from recleak.embeddings import Files, experiment_of
+from recleak.embeddings import Files, _check_ids, experiment_of
 from recleak.errors import ConfigError, DataError, RecleakError
 from recleak.experiment import experiment
 from recleak.models.central import UnknownModel
@@ -170,6 +171,73 @@ def test_what_does_not_fit_is_told(files: Path, tmp_path: Path, change: dict[str
     given = replace(Files(files / "users.npy"), **changes)
     with pytest.raises(RecleakError, match=message):
         experiment_of(given, files / "users.csv", files / "train.csv", tmp_path / "run")
+
+
+def test_an_id_that_stands_twice_is_found_in_one_pass(tmp_path: Path) -> None:
+    ids = [str(place) for place in range(200_000)]
+    begun = time.process_time()
+    with pytest.raises(DataError, match="the user '199999' stands twice"):
+        _check_ids([*ids, ids[-1]], len(ids) + 1, tmp_path, "user")
+    assert time.process_time() - begun < 5  # one pair of ids after the other would take minutes
+
+
+def notes_of(table: dict[str, Any]) -> list[str]:
+    return [str(note) for note in store.load(Path(table["data"]["name"])).notes]
+
+
+def test_rows_in_the_order_of_the_users_are_always_noted(files: Path, tmp_path: Path) -> None:
+    """Nothing can tell that the order is another one; the same run directory may have seen the same data with ids."""
+    (tmp_path / "ids.csv").write_text("user\n" + "".join(f"u{place}\n" for place in range(USERS)))
+    with_ids = Files(files / "users.npy", user_ids=tmp_path / "ids.csv")
+    assert notes_of(experiment_of(with_ids, files / "users.csv", None, tmp_path / "run")) == []
+    (note,) = notes_of(experiment_of(Files(files / "users.npy"), files / "users.csv", None, tmp_path / "run"))
+    assert note.startswith("users.npy: rows of vectors were taken in the order of users.csv (240). ")
+    assert "say whose they are, with --user-ids" in note
+
+
+def test_vectors_of_items_beside_those_of_users_are_used(files: Path, tmp_path: Path) -> None:
+    named = experiment_of(
+        Files(files / "both.npz", item_array="item"), files / "users.csv", files / "train.csv", tmp_path
+    )
+    found = experiment_of(Files(files / "both.npz"), files / "users.csv", files / "train.csv", tmp_path)
+    assert found == named
+    assert [each["use"] for each in found["attacks"]].count("scored-items") == 3
+    without = experiment_of(Files(files / "both.npz"), files / "users.csv", None, tmp_path / "other")
+    assert not any(each["use"] == "scored-items" for each in without["attacks"])
+
+
+def test_vectors_of_items_that_are_not_used_are_noted(files: Path, tmp_path: Path) -> None:
+    given = np.load(files / "both.npz")
+    ids = {"user": given["user"], "user_ids": given["user_ids"]}
+    odd = {
+        "alone": ({}, "no vectors of items were found"),
+        "narrow": ({"item": given["item"][:, 1:], "item_ids": given["item_ids"]}, "vectors of items have 5 numbers"),
+        "nameless": ({"item": given["item"]}, "the item 'i0' of train.csv is no row number"),
+    }
+    for name, (more, reason) in odd.items():
+        np.savez(tmp_path / f"{name}.npz", **ids, **more)
+        run = tmp_path / name
+        table = experiment_of(Files(tmp_path / f"{name}.npz"), files / "users.csv", files / "train.csv", run)
+        (note,) = notes_of(table)
+        assert reason in note
+        assert "--item" in note
+        assert not any(each["use"] == "scored-items" for each in table["attacks"])
+
+
+def test_nothing_is_written_behind_a_link_or_into_a_folder_of_something_else(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "given").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    (tmp_path / "file").touch()
+    given = Files(files / "users.npy")
+    wrong = {"linked": "a link", "photos": r"photos holds other things \(cat.jpg\)", "file": "is a file"}
+    for name, message in wrong.items():
+        with pytest.raises(RecleakError, match=message):
+            experiment_of(given, files / "users.csv", None, tmp_path / name)
+    left = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*")}
+    assert left == {"elsewhere", "linked", "linked/given", "photos", "photos/cat.jpg", "file"}
 
 
 def test_items_need_interactions(files: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tables in memory: polars frames, mappings, and frames that look like those of pandas, which is not needed."""
+"""Tables in memory: polars frames, mappings, and frames of pandas, real ones where it is installed."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ class Pandas:
         return Index([self.indexed])
 
     def reset_index(self) -> Pandas:
+        if self.indexed not in self.table:  # as pandas, where a column has the name of the index
+            raise ValueError(f"cannot insert {self.indexed}, already exists")
         return Pandas(self.table)
 
     def __getitem__(self, name: str) -> Column:
@@ -106,6 +108,66 @@ def test_columns_are_mapped_and_errors_name_the_frame() -> None:
 def test_mixed_objects_are_text() -> None:
     data = from_frame(Pandas({"user": [1, "x"], "item": [1, 2]}))
     assert data.users["id"].to_list() == ["1", "x"]
+
+
+def test_an_index_that_cannot_be_a_column_is_told() -> None:
+    with pytest.raises(
+        DataError, match=r"events: the index cannot be a column \(cannot insert x.*\n  Rename the index"
+    ):
+        from_frame(Pandas(EVENTS, indexed="x"))
+
+
+# --- pandas itself, where it is installed -------------------------------------------------------------------------
+
+USERS: dict[str, list[Any]] = {"user_id": [1, 2], "sex": ["f", None], "age": [31, None], "vip": [True, False]}
+
+
+@pytest.mark.parametrize(
+    ("events", "users"),
+    [
+        ({}, {}),
+        ({"item_id": "category"}, {"sex": "category"}),
+        ({"user_id": "category", "item_id": "category"}, {"user_id": "category", "sex": "category"}),
+        ({"user_id": "Int64", "rating": "Float64"}, {"age": "Int64", "vip": "boolean"}),
+        ({"item_id": "string"}, {"sex": "string", "age": "Int8"}),
+        (
+            {"item_id": "string[pyarrow]", "user_id": "int64[pyarrow]"},
+            {"sex": "string[pyarrow]", "vip": "bool[pyarrow]"},
+        ),
+    ],
+)
+def test_types_of_pandas(events: dict[str, str], users: dict[str, str]) -> None:
+    pandas = pytest.importorskip("pandas")
+    if any("pyarrow" in each for each in (*events.values(), *users.values())):
+        pytest.importorskip("pyarrow")
+    first, second = pandas.DataFrame(EVENTS).astype(events), pandas.DataFrame(USERS).astype(users)
+    expected = from_frame(EVENTS, USERS).fingerprint
+    assert from_frame(first, second).fingerprint == expected
+    assert from_frame(first, second.set_index("user_id")).fingerprint == expected
+    assert from_frame(first.set_index(["user_id", "item_id"]), second).fingerprint == expected
+
+
+def test_times_and_bands_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    events, noon = pandas.DataFrame(EVENTS), 1_706_702_400
+    naive = pandas.Series(pandas.to_datetime(["2024-01-31 12:00"] * 3))
+    zoned = naive.dt.tz_localize("America/New_York")
+    times = [(naive, noon), (zoned, noon + 5 * 3600), (zoned.dt.tz_convert("UTC"), noon + 5 * 3600)]
+    for column, seconds in times:
+        assert from_frame(events.assign(time=column)).rows["time"].to_list() == [seconds] * 3
+        missing = from_frame(events.assign(time=column.where([True, False, True]))).rows["time"]
+        assert (missing.null_count(), missing.drop_nulls().to_list()) == (1, [seconds] * 2)
+    days = from_frame(events.assign(time=naive.dt.to_period("D"))).rows["time"]
+    assert days.to_list() == [noon - 12 * 3600] * 3
+    bands = pandas.DataFrame({"user_id": [1, 2], "band": pandas.cut(pandas.Series([10, 30]), [0, 18, 65])})
+    assert from_frame(events, bands).users["band"].to_list() == ["(0, 18]", "(18, 65]"]
+
+
+def test_an_index_of_pandas_that_is_a_column_too() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(EVENTS, index=pandas.Index([7, 8, 9], name="user_id"))
+    with pytest.raises(DataError, match="the index cannot be a column"):
+        from_frame(frame)
 
 
 # --- numbers as classes -------------------------------------------------------------------------------------------

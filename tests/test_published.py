@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from recleak.cli import app
+from recleak.cli_audit import Outputs, _name, _named
 from recleak.data import store
 from recleak.data.columns import read_lists
 from recleak.data.synthetic import Synthetic
@@ -17,8 +18,9 @@ from recleak.errors import ConfigError, DataError, RecleakError
 from recleak.experiment import experiment
 from recleak.protocols.published import Published
 from recleak.published import experiment_of
+from recleak.recording import Recorder
 from recleak.runs import audit_run
-from recleak.wire import Message, Recommendations
+from recleak.wire import Broadcast, Message, Recommendations, Server
 
 
 class Kept:
@@ -160,6 +162,45 @@ def test_the_command_line(files: Path, tmp_path: Path, capsys: pytest.CaptureFix
         app([*arguments, *out, "--fail-if", "gender.auc > 0.6"], result_action="return_value")
     with pytest.raises(ConfigError, match=r"Got --recommendations, expected .* --users"):
         app([*arguments[:3], *out], result_action="return_value")
+
+
+def test_nothing_is_written_behind_a_link_or_into_a_folder_of_something_else(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "given").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    for name, message in {"linked": "a link", "photos": "photos holds other things"}.items():
+        with pytest.raises(RecleakError, match=message):
+            experiment_of(files / "recs.csv", files / "users.csv", None, tmp_path / name)
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert [each.name for each in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
+
+
+def test_nothing_is_written_into_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder(Server(), tmp_path / "runs" / "seen")
+    recorder.receive(Broadcast(0, {}))
+    recorder.close()
+    before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
+    for out in ([], ["--out", "runs/seen/run"]):
+        with pytest.raises(ConfigError, match=r"which is in the recording runs/seen.*\n.*--out"):
+            app(["audit", "--recording", "runs/seen", "--interactions", "x.csv", *out], result_action="return_value")
+    assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
+    monkeypatch.chdir(tmp_path / "runs" / "seen")
+    for typed, name in ((".", "seen"), ("..", "runs"), ("messages", "messages")):
+        assert _name(None, Outputs(recording=Path(typed))) == name
+        assert _named(Path(typed)).name == name
+
+
+def test_an_option_that_does_not_go_with_an_experiment_is_named(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text('title = "mine"')
+    with pytest.raises(ConfigError, match=r"my.toml and --attribute, expected one of them: this goes with outputs"):
+        app(["audit", str(tmp_path / "my.toml"), "--attribute", "gender"], result_action="return_value")
+    with pytest.raises(ConfigError, match=r"my.toml and --users, --known, expected one of them: these go with"):
+        app(["audit", str(tmp_path / "my.toml"), "--users", "x", "--known", "0.2"], result_action="return_value")
+    with pytest.raises(ConfigError, match="Got --attribute, expected one of --recommendations"):
+        app(["audit", "--attribute", "gender"], result_action="return_value")
 
 
 def test_lists_that_do_not_fit_the_data_are_refused(files: Path, tmp_path: Path) -> None:

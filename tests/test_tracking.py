@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recleak import tracking
-from recleak.cli import main
+from recleak.addresses import without_password
+from recleak.cli import app, main
 from recleak.data import store
 from recleak.data.synthetic import Synthetic
 from recleak.errors import ConfigError, RecleakError
 from recleak.findings import SYSTEM, Findings
+from recleak.report.page import render
 from report_sample import sample
 
 pytestmark = [
@@ -90,6 +96,41 @@ def test_only_what_was_measured_is_a_metric() -> None:
         assert values
         assert all(value == value for value in values.values())
         assert not any(letter in name for name in values for letter in "@%")
+
+
+def test_an_address_where_nobody_answers_is_told_before_the_work(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # nobody listens there when it is closed
+    begun = time.monotonic()
+    words = ["audit", "--mlflow", f"http://alice:s3cret@127.0.0.1:{port}", "--out", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=r"(?s)MLflow cannot be asked there.*Nothing was run") as raised:
+        app(words, result_action="return_value")
+    assert time.monotonic() - begun < 30
+    assert "s3cret" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("--mlflow http://alice:s3cret@host:5000/x", "--mlflow http://host:5000/x"),
+        ("'--mlflow=https://alice:p@ss@host'", "'--mlflow=https://host'"),
+        ("postgresql+psycopg://bob:x@db/a ray://h:10001", "postgresql+psycopg://db/a ray://h:10001"),
+        ("file:///home/a@b/runs --out c@d http://host/a@b", "file:///home/a@b/runs --out c@d http://host/a@b"),
+    ],
+)
+def test_passwords_are_not_recorded(given: str, shown: str) -> None:
+    assert without_password(given) == shown
+
+
+def test_a_report_shows_no_password() -> None:
+    findings = sample()
+    about = {**findings.about, "command": "recleak audit --mlflow http://alice:s3cret@host"}
+    page = render(replace(findings, about=about))
+    assert "http://host" in page
+    assert "s3cret" not in page
 
 
 def test_without_mlflow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from recleak.addresses import without_password
 from recleak.errors import ConfigError
 from recleak.terminal import err, out, say, say_json
 
@@ -117,7 +118,7 @@ class Outputs:
                 "Got --recording without --interactions, or with other outputs, expected the recording and what "
                 "its users really did:\n  recleak audit --recording DIR --interactions FILE --model NAME,SETTING=VALUE"
             )
-        return experiment_of(self.recording, self.interactions, self.users, folder, base, **self._asked)
+        return experiment_of(_named(self.recording), self.interactions, self.users, folder, base, **self._asked)
 
     def table(self, folder: Path) -> dict[str, Any]:
         """The experiment on these files."""
@@ -128,10 +129,10 @@ class Outputs:
             "--embeddings": self.embeddings,
             "--uploads": self.uploads,
         }
-        given = [name for name, file in options.items() if file is not None]
-        if len(given) != 1 or self.users is None:
-            got = ", ".join([*given, *(["--users"] if self.users is not None else [])]) or "neither"
-            raise ConfigError(f"Got {got}, expected one of {', '.join(options)}, and --users: who its users are.")
+        if sum(file is not None for file in options.values()) != 1 or self.users is None:
+            raise ConfigError(
+                f"Got {', '.join(self.given)}, expected one of {', '.join(options)}, and --users: who its users are."
+            )
         rest = self._asked
         if self.recommendations is not None:
             return published.experiment_of(self.recommendations, self.users, self.interactions, folder, **rest)
@@ -140,6 +141,12 @@ class Outputs:
         files = embeddings.Files(self.source, self.item_embeddings, **where)
         rest["kind"] = "uploads" if self.embeddings is None else "embeddings"
         return embeddings.experiment_of(files, self.users, self.interactions, folder, **rest)
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given, as they are typed."""
+        fields = dataclasses.fields(self)
+        return [f"--{each.name.replace('_', '-')}" for each in fields if getattr(self, each.name) != each.default]
 
     @property
     def _asked(self) -> Any:
@@ -156,6 +163,12 @@ class Outputs:
         return self.recommendations or self.embeddings or self.uploads or Path("outputs")
 
 
+def _named(folder: Path) -> Path:
+    """A folder by a name: `.` and `..` have none of their own."""
+    return folder if folder.name not in ("", "..") else folder.resolve()
+
+
+_SOURCES = ("--recording", "--recommendations", "--embeddings", "--uploads")
 _NONE = Overrides()
 _TRAINED = Outputs()
 
@@ -206,8 +219,13 @@ def audit(
     from recleak.machine import cores
     from recleak.runs import audit_run
 
+    if mlflow is not None:
+        from recleak import tracking
+
+        tracking.check(mlflow)  # before hours of work
     folder = out_dir or Path("runs") / _name(experiment, outputs)
     if outputs.recording is not None:
+        _check_apart(folder, outputs.recording)
         if overrides.data or overrides.preset or overrides.rounds is not None or overrides.seeds not in (None, 1):
             raise ConfigError(
                 "Got --data, --preset, --rounds or --seeds with --recording, expected none: it is one run."
@@ -216,7 +234,12 @@ def audit(
         table, where = outputs.recorded(folder, base), str(outputs.recording)
     elif outputs != _TRAINED:
         if experiment is not None:
-            raise ConfigError(f"Got {experiment} and outputs, expected one of them.")
+            raise ConfigError(
+                f"Got {experiment} and {', '.join(outputs.given)}, expected one of them: "
+                f"{'this goes' if len(outputs.given) == 1 else 'these go'} with outputs of a system that exists "
+                f"already ({', '.join(_SOURCES)}).\n  An experiment says such things in its file: "
+                'attributes = ["gender"], known = 0.5; recleak schema has all of them.'
+            )
         table, where = outputs.table(folder), str(outputs.source)
     elif experiment is None:
         table, where = experiments.quick_start(), "quick start"
@@ -224,16 +247,12 @@ def audit(
         table, where = experiments.read(experiment), str(experiment)
     made = experiments.experiment(overrides.apply(table), where)
     conditions = [Condition.parse(text, made.attributes, [each.name for each in made.marks]) for text in fail_if]
-    command = shlex.join(["recleak", *sys.argv[1:]])
+    command = without_password(shlex.join(["recleak", *sys.argv[1:]]))
     cluster = None
     if executor is not None:
         from recleak.deploy.ray import RayCluster
 
         cluster = RayCluster(executor, workers=workers)
-    if mlflow is not None:
-        from recleak import tracking
-
-        tracking.require()  # before hours of work
     count = cores() if workers is None else workers
     findings = audit_run(made, folder, workers=count, command=command, cluster=cluster)
     page = findings.report(folder / "report.html")
@@ -252,9 +271,18 @@ def audit(
         sys.exit(1)
 
 
+def _check_apart(folder: Path, recording: Path) -> None:
+    """A run directory is not in a recording: what was seen stays as it is."""
+    if folder.resolve().is_relative_to(recording.resolve()):
+        raise ConfigError(
+            f"Got the run directory {folder}, which is in the recording {recording}, expected another place: nothing "
+            "is written there.\n  Give another folder with --out."
+        )
+
+
 def _name(experiment: Path | None, outputs: Outputs) -> str:
     if outputs.recording is not None:
-        return outputs.recording.name
+        return _named(outputs.recording).name or "recording"
     if outputs != _TRAINED:
         return outputs.source.stem
     return "quickstart" if experiment is None else experiment.stem

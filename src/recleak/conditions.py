@@ -23,7 +23,7 @@ _FORM = re.compile(r"\s*([a-z][a-z0-9_-]*)\.([a-z0-9@%.-]+?)\s*(>=|<=|>|<)\s*([-
 
 @dataclass(frozen=True)
 class Condition:
-    """Something that must not be certain of any system; of what was not measured, nothing is."""
+    """Something that must not be certain of any system; where it was not measured, the condition fails too."""
 
     question: str  # membership, an attribute, or utility
     metric: str
@@ -53,7 +53,8 @@ class Condition:
         return made
 
     def violations(self, findings: Findings, *, point: bool = False) -> Iterator[str]:
-        """The systems of which it is certain: the end of the interval nearer to the limit is beyond it.
+        """The systems of which it is certain: the end of the interval nearer to the limit is beyond it. And those
+        of which it was not measured: nobody should take that for a pass.
 
         `point`: the value itself counts. An attack's metric is that of the strongest one, as in the verdict.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from recleak.data.columns import GUESSED, ColumnMap, read_events, read_ids, read
 from recleak.data.interactions import Interactions, Note
 from recleak.errors import ConfigError, DataError
 from recleak.protocols.vectors import Kind
-from recleak.published import chosen_attributes, data_of, stored_data
+from recleak.published import check_folder, chosen_attributes, data_of, stored_data
 from recleak.training.state import replace_file
 
 _STANDARD = {"scale": "standard", "reduce": "none"}
@@ -63,13 +63,18 @@ def experiment_of(
     """The experiment on some files, as a table; what it needs is written into the folder."""
     if kind == "uploads" and (files.items is not None or files.item_array is not None):
         raise ConfigError("Got uploads and vectors of items, expected one of them: items are compared with embeddings.")
+    check_folder(folder)
     people, notes = read_users(users, columns)
-    ids, vector = _users(files, people["id"].cast(pl.String).to_list(), users, columns)
-    thing, item_vector, more = _items(files, interactions, columns, vector.shape[1])
+    arrays = Arrays.of(files.vectors)
+    name = arrays.choose(files.user_array, _USER_NAMES, "user")
+    ids, vector, whose = _users(files, arrays, name, people["id"].cast(pl.String).to_list(), users, columns)
+    thing, item_vector, more = _items(files, arrays, name, interactions if kind == "embeddings" else None, columns)
     anything = thing[:1] or _first_item(interactions, columns)
     rows = pl.DataFrame({"user": [*ids, *ids[:1] * len(thing)], "item": [*anything * len(ids), *thing]}, _PAIRS)
     rows = rows.unique(maintain_order=True)
-    whole = data_of(rows, people, [*notes, *more], interactions, columns, f"a vector in {files.vectors.name}")
+    whole = data_of(rows, people, [*notes, *whose, *more], interactions, columns, f"a vector in {files.vectors.name}")
+    chosen = chosen_attributes(whole, attributes, users) if attributes or not thing else _perhaps(whole, users)
+    data = stored_data(whole, folder, files.vectors.stem)
     tensors = {
         "user": _codes(ids, whole.users["id"]),
         "vector": torch.from_numpy(vector),
@@ -81,11 +86,10 @@ def experiment_of(
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, tensors, {"kind": kind})
-    chosen = chosen_attributes(whole, attributes, users) if attributes or not thing else _perhaps(whole, users)
     sent = {"sends": vector.shape[1]} if kind == "uploads" else {}
     return {
         "title": f"{'Vectors' if kind == 'embeddings' else 'Uploads'} of {files.vectors.name}",
-        "data": {"name": str(stored_data(whole, folder, files.vectors.stem))},
+        "data": {"name": str(data)},
         "model": {"use": "unknown", "name": "any recommender", **sent},
         "protocol": {
             "use": "vectors",
@@ -102,6 +106,7 @@ def experiment_of(
 
 
 _PAIRS = {"user": pl.String, "item": pl.String}
+_Rows = tuple[list[str], NDArray[np.float32], list[Note]]  # the id of each row, the rows f32[B, d], what was noted
 
 
 def _attacks(kind: Kind, *, attributes: bool, items: bool) -> list[dict[str, Any]]:
@@ -123,10 +128,10 @@ def _perhaps(whole: Interactions, users: Path) -> list[str]:
         return []
 
 
-def _users(files: Files, listed: list[str], table: Path, columns: ColumnMap) -> tuple[list[str], NDArray[np.float32]]:
-    """The id of each row, and the rows: f32[B, d]."""
-    arrays = Arrays.of(files.vectors)
-    vector = arrays.matrix(arrays.choose(files.user_array, _USER_NAMES, "user"))
+def _users(files: Files, arrays: Arrays, name: str, listed: list[str], table: Path, columns: ColumnMap) -> _Rows:
+    """Users; without ids in the order of their table, which is noted."""
+    vector = arrays.matrix(name)
+    notes: list[Note] = []
     ids = _ids(arrays, "user_ids", files.user_ids, "user", columns)
     if ids is None:
         if len(listed) != len(vector):
@@ -136,19 +141,41 @@ def _users(files: Files, listed: list[str], table: Path, columns: ColumnMap) -> 
             )
             raise DataError(problem, file=files.vectors, remedy=remedy)
         ids = listed
+        what = f"rows of vectors were taken in the order of {table.name}"
+        remedy = "If theirs is another, the findings are wrong: say whose they are, with --user-ids FILE."
+        notes.append(Note(what, len(vector), remedy, files.vectors.name))
     _check_ids(ids, len(vector), files.vectors, "user")
     if not set(ids) & set(listed):
         problem = f"no user of the vectors (first: {ids[0]}) is in {table.name} (first: {listed[0]})"
         raise DataError(problem, file=files.vectors, remedy="Check that both use the same ids.")
-    return ids, vector
+    return ids, vector, notes
 
 
-def _items(
-    files: Files, interactions: Path | None, columns: ColumnMap, width: int
-) -> tuple[list[str], NDArray[np.float32], list[Note]]:
-    """The id of each row of the items' vectors, the rows f32[J, d], and what was noted."""
-    if files.items is None and files.item_array is None:
-        return [], np.zeros((0, width), np.float32), []
+def _items(files: Files, arrays: Arrays, users: str, interactions: Path | None, columns: ColumnMap) -> _Rows:
+    """Items: as named, or beside the users by a usual name. If there are interactions but no such rows, it is noted."""
+    width = arrays.shapes[users][1]
+    if files.items is not None or files.item_array is not None:
+        return _item_rows(files, interactions, columns, width)
+    none: list[str] = []
+    nothing = np.zeros((0, width), np.float32)
+    if interactions is None:
+        return none, nothing, []
+    matrices = [name for name, shape in arrays.shapes.items() if len(shape) == 2 and name != users]
+    found = next((name for name in _ITEM_NAMES if name in matrices), None)
+    what = "no vectors of items were found, so which items are a user's own is not asked"
+    remedy = "Say where they are: --item-array NAME or --item-embeddings FILE."
+    if found is not None:
+        try:
+            return _item_rows(replace(files, item_array=found), interactions, columns, width)
+        except DataError as error:
+            reason = str(error).partition("\n")[0].removeprefix(f"{arrays.path}: ")
+            what = f"the vectors of items, {found}, cannot be used, so own items are not asked about: {reason:.200}"
+            remedy = "Mend them, or say whose the rows are: --item-ids FILE, or an array item_ids."
+    return none, nothing, [Note(what, 1, remedy, files.vectors.name)]
+
+
+def _item_rows(files: Files, interactions: Path | None, columns: ColumnMap, width: int) -> _Rows:
+    """The vectors of items that were named."""
     if interactions is None:
         raise ConfigError(
             "Got vectors of items without --interactions, expected both: to grade who infers a user's own items, they "
@@ -184,9 +211,12 @@ def _check_ids(ids: list[str], rows: int, file: Path, kind: str) -> None:
     if len(ids) != rows:
         remedy = "Give one id for each row, in the same order."
         raise DataError(f"there are {rows:,} vectors of {kind}s and {len(ids):,} ids", file=file, remedy=remedy)
-    if len(set(ids)) < len(ids):
-        twice = next(each for place, each in enumerate(ids) if each in ids[:place])
-        raise DataError(f"the {kind} {twice!r} stands twice", file=file, remedy=f"Give one vector for each {kind}.")
+    seen: set[str] = set()
+    for each in ids:
+        if each in seen:
+            problem = f"the {kind} {each!r:.80} stands twice"
+            raise DataError(problem, file=file, remedy=f"Give one vector for each {kind}.")
+        seen.add(each)
 
 
 def _first_item(interactions: Path | None, columns: ColumnMap) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import polars as pl
 
 from recleak.errors import DataError, RecleakError
+from recleak.parquet import size_of
 from recleak.strict_json import parse_json
 
 # what reading a damaged Parquet file may raise
 BROKEN = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError, OverflowError)
-_ROWS, _ROWS_PER_BYTE = 1 << 20, 1_000  # a table with more rows than both is a bomb: a real row takes more than a bit
+_MEMORY = 64 << 20  # bytes that any table may take in memory
+_RATIO = 300  # how many times its size it may take beyond that: the same ten items for everybody are 170 times
 
 
 class WriteError(RecleakError):
@@ -68,29 +71,65 @@ def refuse_links(folder: Path) -> None:
                 raise DataError("a link", file=path, remedy=remedy)
 
 
-def read_table(path: Path) -> pl.DataFrame:
-    """A Parquet file; its name is no pattern, whatever letters are in it."""
-    check_table(path)
+def read_table(path: Path, *, lists: Collection[str] = (), columns: Collection[str] | None = None) -> pl.DataFrame:
+    """A Parquet file; its name is no pattern, whatever letters are in it.
+
+    `lists`: the columns that may be lists. `columns`: those that may be there at all (default: any).
+    """
+    schema = check_table(path)
+    nested = [name for name, dtype in schema.items() if dtype.is_nested() and name not in lists]
+    if nested:
+        problem = f"the column {nested[0]!r:.80} is {schema[nested[0]]!s:.80}, expected plain values"
+        raise DataError(problem, file=path, remedy="Write it again.")
+    if columns is not None and (strange := [name for name in schema if name not in columns]):
+        problem = f"a column {strange[0]!r:.80}, expected {', '.join(columns)}"
+        raise DataError(problem, file=path, remedy="Write it again.")
     try:
-        return pl.read_parquet(path, glob=False)
+        table = pl.read_parquet(path, glob=False)
     except BROKEN as error:
         raise _not_parquet(path, error) from error
+    check_texts(table, path)
+    return table
 
 
 def check_table(path: Path) -> pl.Schema:
-    """The columns of a Parquet file of which only the end was read, where it says how many rows it has."""
+    """The columns of a Parquet file, once its own bookkeeping was found to fit its size; no value is read."""
     try:
-        size = path.stat().st_size
         if not path.is_file():
             raise OSError("not a plain file")
-        scan = pl.scan_parquet(path, glob=False)
-        schema = scan.collect_schema()
-        rows = int(scan.select(pl.len()).collect().item())
+        most = _room(path)
+        found = size_of(path, most)
+        schema = pl.scan_parquet(path, glob=False).collect_schema()
     except BROKEN as error:
         raise _not_parquet(path, error) from error
-    if rows > max(_ROWS, _ROWS_PER_BYTE * size):
-        raise DataError(f"{rows:,} rows in {size:,} bytes, which no table has", file=path, remedy="Write it again.")
+    if max(found.rows, found.memory) > most:
+        raise _bomb(path, f"{found.rows:,} rows that take {found.memory:,} bytes of memory or more", most)
     return schema
+
+
+def check_texts(table: pl.DataFrame, path: Path) -> None:
+    """An error if texts that stand once in a file, and in memory, would be far too long one by one."""
+    total, most = 0, _room(path)
+    for values in table:
+        flat = values.explode(empty_as_null=True) if isinstance(values.dtype, pl.List) else values
+        if isinstance(flat.dtype, pl.Categorical | pl.Enum):
+            flat = flat.cast(pl.String)
+        if isinstance(flat.dtype, pl.String):
+            total += int(flat.str.len_bytes().cast(pl.Int64).sum())
+        elif isinstance(flat.dtype, pl.Binary):
+            total += int(flat.bin.size().cast(pl.Int64).sum())
+    if total > most:
+        raise _bomb(path, f"texts of {total:,} bytes", most)
+
+
+def _room(path: Path) -> int:
+    """Bytes that a table may take in memory."""
+    return max(_MEMORY, _RATIO * path.stat().st_size)
+
+
+def _bomb(path: Path, got: str, most: int) -> DataError:
+    problem = f"got {got}, expected at most {most:,} of a file of {path.stat().st_size:,} bytes"
+    return DataError(problem, file=path, remedy="If it is yours and right, write it as CSV: that has no such limit.")
 
 
 def _not_parquet(path: Path, error: BaseException) -> DataError:

@@ -18,7 +18,8 @@ from recleak.data import store
 from recleak.data.columns import GUESSED, ColumnMap, read_events, read_lists, read_users
 from recleak.data.interactions import Interactions, Note
 from recleak.errors import ConfigError, unknown_name
-from recleak.files import replace_table
+from recleak.experiment import Experiment
+from recleak.files import read_bytes, refuse_links, replace_table
 
 LEAST = 20  # graded and known users with an attribute below which nothing is tried
 _LOGISTIC = {"use": "logistic", "C": 10.0, "prepare": {"scale": "unit", "reduce": "none"}}
@@ -96,11 +97,37 @@ def data_of(
 
 
 def stored_data(whole: Interactions, folder: Path, name: str) -> Path:
-    """The data of an audit in its run directory."""
-    data = folder / GIVEN / f"data-{whole.fingerprint[:12]}"
+    """The data of an audit in its run directory; other notes on the same data are another folder."""
+    check_folder(folder)
+    told = hashlib.sha256("\n".join([whole.fingerprint, *map(str, whole.notes)]).encode()).hexdigest()
+    data = folder / GIVEN / f"data-{told[:12]}"
     if not (data / store.MANIFEST).exists():
         store.save(whole, data, name=name)
     return data
+
+
+def check_folder(folder: Path) -> None:
+    """An error, before anything is written, if a folder has links in it, or is not a run directory and not empty."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file, expected a run directory.\n  Give another place with --out.")
+    refuse_links(folder)
+    others = [each.name for each in folder.iterdir() if each.name not in (".lock", GIVEN)]
+    others = [name for name in others if not name.endswith(".partial")]  # of a process that was killed while it wrote
+    if others and not _is_run(folder):
+        raise ConfigError(
+            f"{folder} holds other things ({', '.join(sorted(others)[:3])}), expected a run or an empty folder.\n"
+            "  Nothing is overwritten: give another folder with --out."
+        )
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        Experiment.model_validate_json(read_bytes(folder / "experiment.json", 1 << 30))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _attacks(history: bool) -> list[dict[str, Any]]:

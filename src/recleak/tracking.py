@@ -18,12 +18,14 @@ from typing import Any
 
 import polars as pl
 
+from recleak.addresses import without_password
 from recleak.errors import ConfigError, RecleakError
 from recleak.findings import SYSTEM, Findings
 
 EXPERIMENT = "recleak"
 _TAG = "recleak.findings"  # a digest: the same findings are logged once
 _MOST = 1000  # metrics that MLflow takes at a time
+_PATIENCE = 5  # seconds until a server is not there
 
 
 def require() -> Any:
@@ -44,11 +46,37 @@ def log(findings: Findings, folder: Path, uri: str) -> str:
     try:
         return _logged(mlflow, findings, folder, uri)
     except (mlflow.exceptions.MlflowException, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
         raise RecleakError(
-            f"{uri}: MLflow could not be written to ({reason}).\n  The findings are in {folder}. Give a server "
-            "(http://...), a folder (file:...) or, with all of mlflow installed, a database; the same command goes on."
+            f"{without_password(uri)}: MLflow could not be written to ({_reason(error)}).\n"
+            f"  The findings are in {folder}. Give a server (http://...), a folder (file:...) or, with all of mlflow "
+            "installed, a database; the same command goes on."
         ) from error
+
+
+def check(uri: str) -> None:
+    """An error if MLflow cannot be asked at an address: before hours of work, and within seconds."""
+    mlflow = require()
+    hasty = {"MLFLOW_HTTP_REQUEST_TIMEOUT": str(_PATIENCE), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    before = {name: os.environ.get(name) for name in hasty}
+    os.environ.update(hasty)
+    try:
+        mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name(EXPERIMENT)
+    except Exception as error:  # of MLflow, of what it needs for this kind of address, of the network
+        raise ConfigError(
+            f"--mlflow {without_password(uri)}: MLflow cannot be asked there ({_reason(error)}).\n  Nothing was run. "
+            "Start the server or mend the address: http://HOST:5000, a folder (file:mlruns) or, with all of mlflow "
+            "installed, a database."
+        ) from error
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _reason(error: BaseException) -> str:
+    """The first line, without passwords."""
+    return without_password(str(error).strip().partition("\n")[0])[:300] or type(error).__name__
 
 
 def _logged(mlflow: Any, findings: Findings, folder: Path, uri: str) -> str:
@@ -60,7 +88,7 @@ def _logged(mlflow: Any, findings: Findings, folder: Path, uri: str) -> str:
     if same:
         return str(same[0].info.run_id)
     about = findings.about
-    tags = {_TAG: digest, "recleak.version": about["recleak"], "recleak.command": about["command"]}
+    tags = {_TAG: digest, "recleak.version": about["recleak"], "recleak.command": without_password(about["command"])}
     audit = str(client.create_run(where, run_name=about["title"] or folder.name, tags=tags).info.run_id)
     try:
         for place, system in enumerate(about["systems"]):

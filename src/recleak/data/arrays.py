@@ -155,7 +155,10 @@ def _told(path: Path) -> Iterator[None]:
     broken = (ValueError, OSError, EOFError, KeyError, struct.error, zlib.error, zipfile.BadZipFile, OverflowError)
     try:
         yield
-    except (*broken, NotImplementedError, RuntimeError, MemoryError) as error:
+    except MemoryError as error:
+        remedy = "Give fewer rows, or numbers of fewer bytes (float16), or more memory."
+        raise DataError("there is not enough memory for it", file=path, remedy=remedy) from error
+    except (*broken, NotImplementedError, RuntimeError) as error:
         reason = str(error) or type(error).__name__
         remedy = "Save it again with numpy.save, numpy.savez or safetensors; pickled objects are not read."
         raise DataError(f"not readable as {path.suffix[1:]} ({reason:.200})", file=path, remedy=remedy) from error

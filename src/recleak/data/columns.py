@@ -26,7 +26,7 @@ from recleak.data.text import (
     time,
 )
 from recleak.errors import DataError, RecleakError, unknown_name
-from recleak.files import BROKEN, check_table
+from recleak.files import BROKEN, check_table, check_texts
 
 Source = str | int  # a header's name, or a position counted from 0 in a file without a header
 Kind = Literal["categorical", "continuous"]
@@ -195,7 +195,7 @@ def _guess(header: Iterable[str], guesses: Iterable[str]) -> str | None:
 
 
 def _untold(path: Table, name: str, columns: ColumnMap, header: list[str] | None, remedy: str) -> DataError:
-    problem = f"cannot tell which column is the {name}; there is {header or 'no header'}"
+    problem = f"cannot tell which column is the {name}; there is {header or 'no header'!s:.500}"
     if header and columns.separator is not None and isinstance(path, Path) and path.suffix != ".parquet":
         separator = _separator(path, columns.separator)
         remedy = other_separator(separator.join(header), separator) + remedy
@@ -237,13 +237,22 @@ def read_fields(path: Table, wanted: Sequence[Field], separator: str | None) -> 
         header = not any(isinstance(each.source, int) for each in wanted)
         return read_text(path, wanted, separator=_separator(path, separator), header=header, quoted=True)
     scan = _parquet(path)
-    names = scan.collect_schema().names()
+    schema = scan.collect_schema()
+    names = schema.names()
     lacking = [each.source for each in wanted if each.source not in names]
     if lacking:
-        raise DataError(f"no column {lacking}; there is {names}", file=str(path), remedy="Name the right columns.")
+        raise DataError(
+            f"no column {lacking!s:.500}; there is {names!s:.500}", file=str(path), remedy="Name the right columns."
+        )
+    for each in wanted:
+        if (dtype := schema[str(each.source)]).is_nested() and not (each.lists and isinstance(dtype, pl.List)):
+            problem = f"a column cannot be used: {each.source!r:.80} is {dtype!s:.80}, expected plain values"
+            raise DataError(problem, file=str(path), remedy="Mend it, or leave it out.")
     try:
         columns = [pl.col(str(each.source)).alias(each.name) for each in wanted]
         table = scan.select(columns).collect(engine="streaming")
+        if isinstance(path, Path):
+            check_texts(table, path)
         return _typed(table, wanted, path)
     except BROKEN as error:
         raise DataError(f"a column cannot be used ({error!s:.300})", file=str(path), remedy="Mend it.") from error
@@ -293,7 +302,7 @@ def _values(given: pl.Series, each: Field) -> pl.Series:
     if each.required and given.dtype.is_float():  # ids that had to be floats because some were missing
         whole = given.cast(pl.Int64, strict=False)
         return whole if (whole == given).all() else given.cast(pl.String)
-    return given if given.dtype.is_numeric() or each.name == "categories" else given.cast(pl.String)
+    return given if given.dtype.is_numeric() or each.lists else given.cast(pl.String)
 
 
 def read_users(path: Table, columns: ColumnMap = GUESSED) -> tuple[pl.DataFrame, list[Note]]:
@@ -355,7 +364,9 @@ def _read_facts(path: Table, columns: ColumnMap) -> tuple[pl.DataFrame, list[Not
     for name, source in facts.items():
         if name not in ITEM_FACTS:
             raise unknown_name("item fact", name, ITEM_FACTS)
-        fields.append(Field(name, source, real if ITEM_FACTS[name].is_float() else text))
+        fields.append(
+            Field(name, source, real if ITEM_FACTS[name].is_float() else text, lists=ITEM_FACTS[name].is_nested())
+        )
     table, notes = read_fields(path, fields, columns.separator)
     if isinstance(key, str):  # there is a header
         unused = [name for name in names if name != key and name not in facts.values()]

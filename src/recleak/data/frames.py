@@ -39,7 +39,11 @@ def _polars(frame: Any, name: str) -> pl.DataFrame:
         remedy = "Give a frame of pandas or polars, or a mapping of names to columns."
         raise DataError(f"got {type(frame).__name__}, expected named columns", file=name, remedy=remedy)
     if any(each is not None for each in getattr(getattr(frame, "index", None), "names", ())):
-        frame = frame.reset_index()
+        try:
+            frame = frame.reset_index()
+        except (TypeError, ValueError) as error:  # of a name that a column has too
+            remedy = "Rename the index, or drop it: frame.reset_index(drop=True)."
+            raise DataError(f"the index cannot be a column ({error!s:.200})", file=name, remedy=remedy) from error
     names = list(frame) if isinstance(frame, Mapping) else list(frame.columns)
     if len({str(each) for each in names}) < len(names):
         raise DataError(f"two columns have one name among {names}", file=name, remedy="Rename one of them.")
@@ -62,4 +66,7 @@ def _column(name: str, values: Any) -> pl.Series:
     kinds = {type(each) for each in content if each is not None}
     if len(kinds) > 1 and not kinds <= {int, float}:
         content = [None if each is None else str(each) for each in content]
-    return pl.Series(name, content)
+    column = pl.Series(name, content)
+    if isinstance(column.dtype, pl.Object):  # such as bands and periods of pandas, by their names
+        column = pl.Series(name, [None if each is None else str(each) for each in content], pl.String)
+    return column

@@ -114,7 +114,7 @@ def _entities(folder: Path, kind: str, entity: _Entity) -> tuple[pl.DataFrame, l
             unused.append(name)
             continue
         number = kind == "item" and ITEM_FACTS[ours].is_float()
-        fields[ours] = Field(ours, name, real if number else text)
+        fields[ours] = Field(ours, name, real if number else text, lists=lists and kind == "item")
     table, notes = read_fields(path, list(fields.values()), None)
     if notes:
         raise DataError(f"a row cannot be used: {notes[0]}", file=path, remedy="Mend or delete it in LensKit.")

@@ -19,7 +19,10 @@ BLOCK_BYTES = 32 << 20
 _FIRST_BYTES = 64 << 10
 MAX_BAD_SHARE = 0.01
 BLANK = " \t\r"  # a line of nothing else is skipped
-_LONGEST = 64 << 20  # bytes of a line: gzip makes endless ones of nothing
+_LONGEST = 64 << 20  # bytes of a line
+_UNPACKED = 16 << 20  # bytes of text that any gzip file may unpack to
+_RATIO = 50  # how many times its size it may unpack to beyond that: logs are 20 times, zeros 1,000
+_GZIP = b"\x1f\x8b"
 _SHOWN = 100  # characters of a bad line that a message repeats
 
 
@@ -96,7 +99,7 @@ def open_bytes(path: Path) -> BinaryIO:
         raise DataError("no such file", file=path, remedy="Check the path.")
     with path.open("rb") as probe:
         magic = probe.read(4)
-    if magic[:2] == b"\x1f\x8b":
+    if magic[:2] == _GZIP:
         return cast(BinaryIO, gzip.open(path, "rb"))
     if magic == b"PK\x03\x04":
         raise DataError("this is a zip archive", file=path, remedy="Unpack it and give the file inside.")
@@ -107,14 +110,27 @@ def open_bytes(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
+def _is_gzip(path: Path) -> bool:
+    with path.open("rb") as probe:
+        return probe.read(2) == _GZIP
+
+
 def _blocks(path: Path) -> Iterator[bytes]:
     """Blocks of whole lines; the first is small, because some only want to look at the head."""
     carry = b""
     size = min(BLOCK_BYTES, _FIRST_BYTES)
+    seen = 0
     try:
         with open_bytes(path) as stream:
-            while chunk := stream.read(size):
+            packed = path.stat().st_size
+            most = max(_UNPACKED, _RATIO * packed) if _is_gzip(path) else None
+            while chunk := stream.read(size if most is None else min(size, most - seen + 1)):
                 size = BLOCK_BYTES
+                seen += len(chunk)
+                if most is not None and seen > most:
+                    problem = f"it unpacks to more than {most:,} bytes, expected at most that of {packed:,} bytes"
+                    remedy = "If it is yours and right, unpack it first (gunzip) and give the file inside."
+                    raise DataError(problem, file=path, remedy=remedy)
                 cut = chunk.rfind(b"\n") + 1
                 if cut:
                     yield carry + chunk[:cut]

@@ -14,6 +14,8 @@ from recleak.files import read_json, read_table
 
 MANIFEST = "dataset.json"
 _TABLES = ("rows", "users", "items")
+_LISTS = [name for name, dtype in ITEM_FACTS.items() if isinstance(dtype, pl.List)]
+_COLUMNS = {"rows": ("user", "item", "rating", "time"), "users": None, "items": ("id", *ITEM_FACTS)}
 
 
 class Manifest(pydantic.BaseModel, extra="forbid", frozen=True):
@@ -71,7 +73,7 @@ def load(folder: Path) -> Interactions:
         ) from error
     tables = {}
     for table in _TABLES:
-        tables[table] = read_table(folder / f"{table}.parquet")
+        tables[table] = read_table(folder / f"{table}.parquet", lists=_LISTS, columns=_COLUMNS[table])
     _check_tables(folder, tables)
     data = Interactions(**tables, notes=tuple(manifest.notes))
     said = (manifest.users, manifest.items, manifest.rows, manifest.pairs, manifest.attributes)

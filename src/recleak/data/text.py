@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,6 +27,7 @@ _UNIT = b"\x1f"  # ASCII's own separator of fields
 SEPARATORS = ("\t", "::", "|", ";", ",", " ")
 _FIRST_TIME = int(datetime(1900, 1, 1, tzinfo=UTC).timestamp())
 _LAST_TIME = int(datetime(2201, 1, 1, tzinfo=UTC).timestamp()) - 1
+_WIDEST = 10_000  # fields in a row: each costs memory of its own in every block
 _AGREEMENT = 0.9  # of the lines must have as many fields as the first
 
 Parse = Callable[[pl.Series], pl.Series]
@@ -93,6 +95,7 @@ class Field:
     source: str | int
     parse: Parse = text
     required: bool = False
+    lists: bool = False  # in a typed file it may have lists
 
 
 def read_text(
@@ -119,9 +122,10 @@ def read_text(
         remedy = "Check that the export was complete."
         raise DataError("there is a header but no row", file=path, line=first, remedy=remedy)
     width = width or len(names)
-    positions = [_position(path, each, names if header else [], width, separator, first) for each in fields]
+    counts = Counter(names if header else [])
+    positions = [_position(path, each, names if header else [], counts, width, separator, first) for each in fields]
     ours = [each.name for each in fields]
-    if twice := sorted({name for name in ours if ours.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(ours).items() if count > 1):
         raise DataError(f"two columns are called {twice[0]!r}", file=path, line=first, remedy="Rename one of them.")
     parts = [
         _parse(batch, fields, width, separator, tally) for batch in _batches(feed, positions, separator, width, quoted)
@@ -185,6 +189,9 @@ def _open(path: Path, tally: Tally) -> LineFeed:
 def _names(feed: LineFeed, separator: str, quoted: bool) -> list[str]:
     """Takes the first row."""
     row = _csv_row(feed, _csv_reader(feed, separator), separator) if quoted else next(feed).split(separator)
+    if len(row) > _WIDEST:
+        problem = f"a row of {len(row):,} fields, expected at most {_WIDEST:,}"
+        raise DataError(problem, file=feed.path, line=feed.line, remedy="Check the separator, or drop some columns.")
     return [name.strip().strip('"') for name in row]
 
 
@@ -310,7 +317,9 @@ def _joined(parts: Sequence[pl.DataFrame], fields: Sequence[Field]) -> pl.DataFr
     return table.with_columns(spelled_dates(table[each.name]) for each in fields if each.parse is time)
 
 
-def _position(path: Path, each: Field, names: list[str], width: int, separator: str, line: int) -> int:
+def _position(
+    path: Path, each: Field, names: list[str], counts: Counter[str], width: int, separator: str, line: int
+) -> int:
     """Where a field stands in a row; `names` is empty if there is no header."""
     if isinstance(each.source, int):
         if 0 <= each.source < width:
@@ -321,12 +330,12 @@ def _position(path: Path, each: Field, names: list[str], width: int, separator: 
             line=line,
             remedy=f"Check the column map and the separator ({separator!r}).",
         )
-    if names.count(each.source) == 1:
+    if counts[each.source] == 1:
         return names.index(each.source)
-    if each.source in names:
+    if each.source in counts:
         problem = f"more than one column is called {each.source!r}"
         raise DataError(problem, file=path, line=line, remedy="Rename all but one of them.")
-    there = f"the header has {names}" if names else "the file was said to have no header"
+    there = f"the header has {names!s:.500}" if names else "the file was said to have no header"
     raise DataError(
         f"no column {each.source!r} for {each.name}; {there}",
         file=path,

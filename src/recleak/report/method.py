@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from recleak.addresses import without_password
 from recleak.report.markup import (
     DASH,
     Cell,
@@ -111,7 +112,9 @@ def method(view: View) -> Html:
             "numbers here are of the other users (test). Intervals are over users and seeds."
         ),
         tag("h3", "To do it again"),
-        tag("pre", tag("code", _words(command)), tabindex=0) if command else paragraph("The command was not recorded."),
+        tag("pre", tag("code", without_password(_words(command))), tabindex=0)
+        if command
+        else paragraph("The command was not recorded."),
         tag("h3", "What the adversaries knew"),
         *_adversaries(about.get("attacks") or []),
         tag("h3", "The experiment"),

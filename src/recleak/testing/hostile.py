@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ import polars as pl
 import torch
 from safetensors.numpy import save
 
-from recleak.attacks.base import Knowledge
 from recleak.audited import stored
 from recleak.data import lenskit, movielens, recbole, store
 from recleak.data.arrays import Arrays
@@ -36,9 +36,11 @@ from recleak.experiment import read as read_experiment
 from recleak.files import read_table
 from recleak.findings import TABLES, Findings
 from recleak.models.central import UnknownModel
+from recleak.models.components import Component
 from recleak.papers.base import Paper
 from recleak.papers.cells_file import from_json
 from recleak.papers.store import Question, Store
+from recleak.protocols.recorded import checked, survey
 from recleak.protocols.saving import Checkpoint
 from recleak.recording import Recorder, read_manifest, replay
 from recleak.training.state import read_file, replace_file
@@ -67,6 +69,25 @@ _TOKENS = (
     *(b"NaN", b"-Infinity", b"1e999", b"-1", b"999999999999999999999", b"null", b"true", b"\x00", b"\xff\xfe", b'"'),
     *(b"[" * 3000, b'{"a":' * 200, b"\n", b",", b"\t", b"::", b"../", b"'shape': (99999999999,)", b"'|O'", b"\r\r\n"),
 )
+
+
+class Late(BaseException):
+    """For an alarm clock: no reader takes it for something that is wrong with a file."""
+
+
+def excused(error: BaseException) -> bool:
+    """Whether an error was made of an alarm, or of a lack of memory: then it does not count as a refusal."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        if isinstance(each, Late | MemoryError):
+            return True
+        seen.add(id(each))
+        left += [each.__cause__, each.__context__]
+    return False
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,8 @@ def _broken_file(name: str, data: bytes, draw: dice.Random, others: Files) -> by
                 return _npz(data, draw)
             if name.endswith(".parquet") and draw.random() < 0.7:
                 return _table(data, draw)
+            if data[:2] == b"\x1f\x8b":
+                return _gzip(data, draw, others)
     for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
         data = _bytes(data, draw, others)
     return data
@@ -222,8 +245,32 @@ def _table(data: bytes, draw: dice.Random) -> bytes:
         lambda: frame.reverse(),
     ]
     out = io.BytesIO()
-    draw.choice(odd)().write_parquet(out)
+    (_large(frame, name, draw) if draw.random() < 0.02 else draw.choice(odd)()).write_parquet(out)
     return out.getvalue()
+
+
+def _gzip(data: bytes, draw: dice.Random, others: Files) -> bytes:
+    """A sound archive of broken text, now and then of endless one."""
+    text = gzip.decompress(data)
+    if draw.random() < 0.03:
+        text += draw.choice((b"1,1,1,1\n", b",", b"\n", b"x", text[-20:], b'"')) * draw.choice((1 << 14, 1 << 22))
+    return gzip.compress(_bytes(text, draw, {"": text}), 1)
+
+
+def _large(frame: pl.DataFrame, name: str, draw: dice.Random) -> pl.DataFrame:
+    """Very much of nothing: rows, columns, a list, a text."""
+    many = draw.choice((1 << 16, 1 << 22))
+    match draw.randrange(4):
+        case 0:
+            return pl.select(pl.lit(frame[name][0]).alias(each) for each in frame.columns).select(
+                pl.all().repeat_by(many).explode()
+            )
+        case 1:
+            return frame.head(1).with_columns(pl.lit(0).repeat_by(many).alias(name))
+        case 2:
+            return frame.with_columns(pl.lit("x" * many).alias(name))
+        case _:
+            return frame.with_columns(pl.lit(0.0).alias(f"{name}{place}") for place in range(500))
 
 
 def _sign(files: dict[str, bytes]) -> None:
@@ -263,7 +310,8 @@ def readers(folder: Path, paper: Paper | None = None) -> dict[str, Reader]:
     }
     made = {
         **{type(each).__name__: Reader(_decode, {"a.safetensors": encode(each)}, 4) for each in _messages()},
-        "recording": Reader(_replay, _recorded(folder / "recording"), 6),
+        "recording": Reader(_replay, _recorded(folder / "recording", _messages()), 6),
+        "audited recording": Reader(_survey, _recorded(folder / "audited", _messages()[:2], _PARTS), 6),
         "checkpoint": Reader(lambda at: _resume(at, config), run_file, 9),
         "npy": Reader(lambda at: _arrays(at / "a.npy"), {"a.npy": _npy(vectors)}, 9),
         "npz": Reader(lambda at: _arrays(at / "a.npz"), {"a.npz": _npz_of(arrays)}, 9),
@@ -282,6 +330,8 @@ def readers(folder: Path, paper: Paper | None = None) -> dict[str, Reader]:
         "experiment": Reader(lambda at: read_experiment(at / "a.toml"), {"a.toml": b'title = "x"\nseeds = [1]\n'}, 1),
         "stored result": Reader(_stored, _result(folder / "results"), 3),
     }
+    if find_spec("flwr") is not None:
+        made["Flower array"] = Reader(_flower, {"a.npy": _npy(vectors)}, 3)
     if paper is not None:
         name = next(iter(paper.cells))
         row = {
@@ -317,11 +367,12 @@ def _decode(folder: Path) -> Message:
     return decode((folder / "a.safetensors").read_bytes())
 
 
-def _recorded(folder: Path) -> Files:
-    recorder = Recorder(
-        Server(), folder, components=Knowledge(UnknownModel(3), 5, 5, UnknownModel(3).components()).components
-    )
-    for message in _messages():
+_PARTS = (Component("item", "per_item", "item", (2,)), Component("w", "dense", "head", (2,), layer=1))
+
+
+def _recorded(folder: Path, messages: list[Message], parts: tuple[Component, ...] | None = None) -> Files:
+    recorder = Recorder(Server(), folder, components=UnknownModel(3).components() if parts is None else parts)
+    for message in messages:
         recorder.receive(message)
     recorder.close()
     return _contents(folder)
@@ -331,6 +382,23 @@ def _replay(folder: Path) -> None:
     read_manifest(folder)
     for _ in replay(folder):
         pass
+
+
+def _survey(folder: Path) -> None:
+    """As an audit reads a recording: each message fits to those before."""
+    survey.cache_clear()
+    survey(folder)
+    for _ in checked(folder):
+        pass
+
+
+def _flower(folder: Path) -> None:
+    """As it comes over a network of Flower."""
+    from flwr.app import Array
+
+    from recleak.deploy.flower_records import floats_of
+
+    floats_of("a", Array("float32", (4, 3), "numpy.ndarray", (folder / "a.npy").read_bytes()))
 
 
 def _saved(tensors: dict[str, torch.Tensor], about: dict[str, Any], folder: Path) -> bytes:
