@@ -49,7 +49,7 @@ NAMES = (
     *("Broadcast", "Upload", "Aggregate", "Push", "Recommendations", "Disclosure", "Embeddings", "recording"),
     *("audited recording", "checkpoint", "npy", "npz", "safetensors", "data set", "LensKit", "RecBole", "MovieLens"),
     *("CSV", "gzip CSV", "Parquet", "lists", "ids", "findings", "facts of a cell", "experiment", "stored result"),
-    "reproduction",
+    *("Flower array", "reproduction"),
 )
 
 
@@ -69,7 +69,7 @@ def put(content: dict[str, bytes], folder: Path) -> Path:
 
 
 def test_every_reader_reads_what_is_sound(made: dict[str, Reader], tmp_path: Path) -> None:
-    assert set(made) - {"Flower array"} == set(NAMES)
+    assert set(made) == set(NAMES)
     for name, reader in made.items():
         reader.read(put(dict(reader.sound), tmp_path / name))
 
@@ -139,6 +139,7 @@ def npy(descr: str, shape: str, body: bytes = b"", version: int = 1, length: int
         (npy("[('a', '<f4')]", "(2, 3)", bytes(24)), "expected a type of plain numbers"),
         (npy("'<f4'", "(2, 3)", bytes(24), version=2, length=2**32 - 1), "header has 4,294,967,295 bytes"),
         (npy("'<f4'", "(2, -3)", bytes(24)), "expected descr, fortran_order and shape"),
+        (npy("'<f4'", "(" + "1" * 60, bytes(8)), "expected descr, fortran_order and shape"),  # at once
         (npy("'<f4'", "(2," + "1," * 40 + ")", bytes(8)), "has 41 axes"),
         (npy("'<f4'", "(2, 3)", np.full(6, np.inf, "<f4").tobytes()), "2 of 2 rows of 'array' .* not finite"),
         (npy("'<f4'", "(0, 3)"), "expected a row of numbers"),

@@ -35,7 +35,7 @@ _PACKED = 64 << 20  # bytes that any .npz may unpack to
 _RATIO = 50  # how much larger than the file it may be beyond that
 _DESCR = re.compile(r"'descr':\s*'([<>|=]?)([a-zA-Z])(\d{0,4})'")
 _ORDER = re.compile(r"'fortran_order':\s*(True|False)")
-_SHAPE = re.compile(r"'shape':\s*\(((?:\s*\d{1,18}\s*,?)*)\s*\)")
+_SHAPE = re.compile(r"'shape':\s*\(((?:\s*\d{1,18}\s*,)*(?:\s*\d{1,18})?)\s*\)")
 _KINDS = {"f": (2, 4, 8), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8)}
 _TORCH: dict[str, tuple[torch.dtype, int]] = {
     "F64": (torch.float64, 8),
