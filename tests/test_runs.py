@@ -25,6 +25,7 @@ import recleak
 from recleak import measuring
 from recleak.attacks.base import Knowledge, State, WhichItems
 from recleak.cli import main
+from recleak.cli_audit import show
 from recleak.conditions import Condition
 from recleak.data import store
 from recleak.data.synthetic import Synthetic
@@ -344,12 +345,17 @@ def test_names_that_are_patterns_and_two_labels_for_one_system(data: str, tmp_pa
 
 
 @pytest.mark.heavy
-def test_what_was_not_measured_fails_a_condition(data: str, tmp_path: Path) -> None:
+def test_what_was_not_measured_fails_a_condition_and_is_told_with_its_reason(
+    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     short = table(data, seeds=1, by_component=[], canaries=False, attacks=["k-means"], defenses=["secure-aggregation"])
     findings = audit_run(experiment(short), tmp_path / "run")
     assert list(Condition.parse("membership.auc > 0.6").violations(findings)) == [
         "membership.auc: not measured, so nothing is known (small, mf, federated, secure-aggregation)"
     ]
+    show(findings)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "secure-aggregation, membership: Not measured. Secure aggregation: no upload of a single client" in told
 
 
 # --- the self-test ----------------------------------------------------------------------------------------------------

@@ -358,5 +358,8 @@ def show(findings: Findings) -> None:
         say("Self-test: the truth was shuffled; a leak found here is a false alarm.", style="yellow")
     level = round(100 * findings.about["level"])
     say(f"{level} % intervals over users and seeds; the attack was chosen on other users than those graded.")
+    unmeasured = findings.verdicts.filter(verdict="not measured")
+    for defense, question, words in unmeasured.select("defense", "question", "words").iter_rows():
+        say(f"{defense}, {question}: {words}", style="yellow")
     for note in findings.about["notes"]:
         say(f"note: {note}", to=err, style="yellow")
