@@ -87,6 +87,7 @@ class Preparation:
         return rows[: len(x)], rows[len(x) :]
 
     def _reduced(self, rows: _Rows, seed: int) -> _Rows:
+        """The rows in fewer columns; what is given may be changed."""
         width = min(self.dimensions, *rows.shape) if self.reduce == "pca" else self.dimensions
         if self.reduce == "none" or width >= rows.shape[1]:
             return rows
@@ -94,7 +95,7 @@ class Preparation:
             generator = np.random.default_rng(int(random.bits(seed, "random directions")))
             rows = rows @ generator.standard_normal((rows.shape[1], width), dtype=np.float32)
         else:
-            rows = rows - rows.mean(axis=0)
+            rows -= rows.mean(axis=0)
             left, size, _ = randomized_svd(rows, width, n_iter=4, random_state=_state(seed, "pca"))
             rows = left * size
         unit: _Rows = (rows / max(float(np.sqrt(np.square(rows).mean())), _TINY)).astype(np.float32)
