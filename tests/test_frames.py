@@ -1,4 +1,4 @@
-"""Tables in memory: polars frames, mappings, and frames of pandas, real ones where it is installed."""
+"""Tables in memory: polars frames, mappings, and frames of pandas, real ones and stand-ins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pandas
 import polars as pl
 import pytest
 from numpy.typing import NDArray
@@ -137,9 +138,6 @@ USERS: dict[str, list[Any]] = {"user_id": [1, 2], "sex": ["f", None], "age": [31
     ],
 )
 def test_types_of_pandas(events: dict[str, str], users: dict[str, str]) -> None:
-    pandas = pytest.importorskip("pandas")
-    if any("pyarrow" in each for each in (*events.values(), *users.values())):
-        pytest.importorskip("pyarrow")
     first, second = pandas.DataFrame(EVENTS).astype(events), pandas.DataFrame(USERS).astype(users)
     expected = from_frame(EVENTS, USERS).fingerprint
     assert from_frame(first, second).fingerprint == expected
@@ -148,7 +146,6 @@ def test_types_of_pandas(events: dict[str, str], users: dict[str, str]) -> None:
 
 
 def test_times_and_bands_of_pandas() -> None:
-    pandas = pytest.importorskip("pandas")
     events, noon = pandas.DataFrame(EVENTS), 1_706_702_400
     naive = pandas.Series(pandas.to_datetime(["2024-01-31 12:00"] * 3))
     zoned = naive.dt.tz_localize("America/New_York")
@@ -164,7 +161,6 @@ def test_times_and_bands_of_pandas() -> None:
 
 
 def test_an_index_of_pandas_that_is_a_column_too() -> None:
-    pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(EVENTS, index=pandas.Index([7, 8, 9], name="user_id"))
     with pytest.raises(DataError, match="the index cannot be a column"):
         from_frame(frame)

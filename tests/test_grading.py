@@ -308,6 +308,21 @@ def test_scores_below_chance_are_read_the_other_way_round() -> None:
     assert unread.direction == 1, "no validation user says so"
 
 
+def test_who_was_not_heard_of_stays_last_when_scores_are_reversed() -> None:
+    every = asked(40, 50)
+    user = every.client.numpy()
+    truth, heard = every.item.numpy() < 10, user % 2 == 0
+    wrong = torch.from_numpy(np.where(heard, np.where(truth, 0.1, 0.9), 0.0))  # nothing is known of every other user
+    graded = grade_users(every, wrong, truth, user < 8)
+    assert graded.direction == -1
+    rows = graded.users.filter(~pl.col("valid"))
+    hits = dict(rows.select("user", "hits@1%").iter_rows())
+    assert {hits[each] for each in hits if each % 2 == 0} == {10}
+    assert {hits[each] for each in hits if each % 2} == {0}
+    assert rows["alarms@1%"].sum() == 0
+    assert set(rows.filter(pl.col("user") % 2 == 1)["auc"]) == {0.5}
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("alike", [0.0, 1.0])
 def test_hits_at_a_false_positive_rate_cover_the_truth(alike: float) -> None:

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas
 import polars as pl
 import pytest
+from lenskit.data import DatasetBuilder
 
 from recleak.data.lenskit import read_lenskit
 from recleak.data.source import open_data
@@ -61,6 +63,20 @@ def test_a_data_set_is_read_whole(tmp_path: Path) -> None:
     assert data.items.rows() == [("a", "A", ["x", "y"]), ("b", None, None)]
     assert data.rows.rows() == [(0, 0, 5.0, 17), (0, 1, 3.0, 18), (1, 1, 1.0, 19)]
     assert any("attributes of items are not used: tags" in str(note) for note in data.notes)
+
+
+def test_what_lenskit_itself_saves(tmp_path: Path) -> None:
+    made = DatasetBuilder("own")
+    rows = {"user_id": [30, 10, 10], "item_id": ["b", "a", "b"], "rating": [1.0, 5.0, 3.0], "timestamp": [19, 17, 18]}
+    made.add_interactions("rating", pandas.DataFrame(rows), entities=["user", "item"], missing="insert", default=True)
+    made.add_scalar_attribute("user", "gender", [10], ["f"])
+    made.add_scalar_attribute("item", "title", ["a", "b"], ["A", "B"])
+    made.add_list_attribute("item", "genres", ["a"], [["x", "y"]])
+    made.build().save(tmp_path / "own")
+    data = open_data(str(tmp_path / "own"))
+    assert data.users.rows() == [(10, "f"), (30, None)]
+    assert data.items.rows() == [("a", "A", ["x", "y"]), ("b", "B", None)]
+    assert data.rows.rows() == [(0, 0, 5.0, 17), (0, 1, 3.0, 18), (1, 1, 1.0, 19)]
 
 
 def test_another_class_of_interactions_with_aliases(tmp_path: Path) -> None:

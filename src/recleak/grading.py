@@ -131,7 +131,8 @@ def grade_users(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_], 
     test = ~valid
     direction = _direction(auc_by_user(score[valid], truth[valid], user[valid]))
     claimed = claims(question, score, reverse=direction < 0)
-    score = direction * score
+    if direction < 0:
+        score = _reversed(score, user)
     thresholds: dict[str, float | None] = {
         name: _threshold(score[test], truth[test], rate) for name, rate in _LOW.items()
     }
@@ -166,6 +167,13 @@ def grade_users(question: WhichItems, answer: Tensor, truth: NDArray[np.bool_], 
 
 def _direction(graded: PerUser) -> int:
     return -1 if len(graded.value) and round(float(graded.value.mean()), 12) < 0.5 else 1
+
+
+def _reversed(score: NDArray[np.float64], user: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The scores the other way round; users of whom nothing was heard, all of whose scores are 0, stay the last."""
+    who, place = np.unique(user, return_inverse=True)
+    heard = np.bincount(place, score != 0, len(who))[place] > 0
+    return np.where(heard, -score, -score[heard].max(initial=0.0) - 1)
 
 
 def _check_shape(question: WhichItems, answer: Tensor) -> None:
