@@ -272,7 +272,11 @@ def test_a_system_that_cannot_be_says_why(data: str, tmp_path: Path) -> None:
     short = table(
         data,
         seeds=1,
-        defenses=["none", {"use": "randomized-labels", "epsilon": 1.0}],
+        defenses=[
+            "none",
+            {"use": "randomized-labels", "epsilon": 1.0},
+            {"name": "head stays", "use": "share-less", "components": ["head.1.weight"]},
+        ],
         protocol={"use": "federated", "rounds": 2, "clients_per_round": 8, "local": local},
         by_component=[],
         canaries=False,
@@ -281,6 +285,8 @@ def test_a_system_that_cannot_be_says_why(data: str, tmp_path: Path) -> None:
     verdict = {row["defense"]: row for row in findings.verdicts.to_dicts()}
     assert verdict["randomized-labels epsilon 1.0"]["verdict"] == "not measured"
     assert "Train with loss='bce'" in verdict["randomized-labels epsilon 1.0"]["words"]
+    assert verdict["head stays"]["verdict"] == "not measured", "of several models, not each has what a defense names"
+    assert "Unknown component 'head.1.weight'" in verdict["head stays"]["words"]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from recleak.cells import MEMBERSHIP, Cell, loaded, metrics_of, next_ranks_of, r
 from recleak.central import central_ledger, train_central
 from recleak.data.sequences import leave_last_out
 from recleak.data.split import Split
-from recleak.errors import ConfigError, RecleakError
+from recleak.errors import ConfigError, NotFoundError, RecleakError
 from recleak.experiment import digest
 from recleak.files import replace_table, replace_text
 from recleak.grading import pairs_seen
@@ -63,7 +63,7 @@ def measure(cell: Cell, threads: int) -> None:
     canaries = plant(split.train, spare=(split.valid, split.test), seed=cell.seed) if cell.canaries else None
     try:
         _measure(cell, made_of(cell, split, canaries), threads, canaries)
-    except (ConfigError, DivergedError) as error:
+    except (ConfigError, DivergedError, NotFoundError) as error:  # the last: a component that the model does not have
         for ask in cell.asks:
             store_reason(cell, ask, str(error))
         if not (cell.path / "facts.json").exists():
