@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from recleak.models.base import Batch, Model, Params
 from recleak.models.decoupled import Decoupled
 from recleak.models.feature_gcn import FeatureGCN
 from recleak.models.lightgcn import LightGCN
-from recleak.models.mf import MF
+from recleak.models.mf import GMF, MF
 from recleak.models.ncf import NCF
 from recleak.update import Update
 
@@ -91,10 +92,60 @@ class Doubled(NCF):
         return 2 * super().logits(params, batch)
 
 
+PRODUCTS: dict[str, Model] = {
+    "mf": MF(6),
+    "gmf": GMF(6),
+    "gmf without a bias": GMF(6, bias=False),
+    "lightgcn": LightGCN(6),
+    "items stay as they are": LightGCN(6, layers=2, normalization="mean", propagate_items=False),
+}
+
+
+@pytest.mark.parametrize("uploaded", [False, True])
+@pytest.mark.parametrize("model", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_are_the_same_as_by_automatic_differentiation(model: Model, uploaded: bool) -> None:
+    knowledge, received, update, own, expected = scene(model)
+    quick = alignment._of_products(knowledge, received, update, own, expected, uploaded)
+    plain = alignment._of_any_model(knowledge, received, update, own, expected, uploaded)
+    assert quick is not None
+    for found, right in zip(quick, (plain.score, plain.length), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    whole = plain.total.norm(dim=1) / torch.tensor(SIZES).clamp(min=1)
+    mean = torch.stack([each.sum() / max(1, len(each)) for each in torch.split(plain.length, SIZES)])
+    torch.testing.assert_close(whole, mean, rtol=1e-4, atol=1e-5)  # one gradient for all rows: the line decides
+
+
+def test_rows_move_along_their_line_to_the_side_of_the_own_items() -> None:
+    knowledge, received, update, own, expected = scene(MF(6))
+    line = torch.nn.functional.normalize(torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0, -1.0]), dim=0)
+    far = torch.where(own < 0.2, 1.0, -0.25) * (1 + 0.1 * own)  # a fifth, as expected, to one side
+    planted = replace(update, rows={"item": far.unsqueeze(1) * line})
+    along, _, _ = alignment.projections(knowledge, received, planted, own, expected, uploaded=False)
+    large = update.offset.diff()[update.owner] > 100
+    torch.testing.assert_close(along[large], far[large], rtol=1e-4, atol=1e-5)
+
+
+def test_the_head_is_read_once_if_it_was_not_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    knowledge, received, update, _, expected = scene(MODELS["two"])
+    both = alignment.aligned(knowledge, received, update, expected)
+    bare = replace(update, values={})
+    once = alignment.aligned(knowledge, received, bare, expected)
+    assert not torch.equal(both, once)
+    read, real = [], alignment.projections
+
+    def counted(*args: Any, uploaded: bool) -> tuple[Tensor, Tensor, Tensor]:
+        read.append(uploaded)
+        return real(*args, uploaded=uploaded)
+
+    monkeypatch.setattr(alignment, "projections", counted)
+    assert torch.equal(alignment.aligned(knowledge, received, bare, expected), once)
+    assert read == [False]
+
+
 @pytest.mark.parametrize(
     "model",
-    [Doubled(factors=6), NCF(factors=6, bounded=True), NCF(factors=6, hidden=()), MF(6), LightGCN(6, score="mlp")],
-    ids=["subclass", "bounded", "no hidden layer", "product", "propagated items"],
+    [Doubled(factors=6), NCF(factors=6, bounded=True), NCF(factors=6, hidden=()), LightGCN(6, score="mlp")],
+    ids=["subclass", "bounded", "no hidden layer", "propagated items"],
 )
 def test_other_models_go_the_general_way(model: Model) -> None:
     knowledge, received, update, own, expected = scene(model)

@@ -26,6 +26,20 @@ def sum_of_rows(table: F32, item: I64, weight: F32, offset: I64, out: F32) -> No
 
 
 @compiled
+def score_rows(table: F32, item: I64, offset: I64, vector: F32, constant: F32, out: F32) -> None:
+    """Products of each client's vector with its rows, plus a constant: f32[I, d], i64[N], i64[C + 1], f32[C, d], f32[C]
+    -> f32[N].
+    """
+    for c in range(offset.shape[0] - 1):
+        mine = vector[c]
+        for n in range(offset[c], offset[c + 1]):
+            row, score = table[item[n]], constant[c]
+            for j in range(row.shape[0]):
+                score += mine[j] * row[j]
+            out[n] = score
+
+
+@compiled
 def along_slopes(
     table: F32,  # f32[I, d]
     item: I64,  # i64[N]

@@ -134,7 +134,8 @@ def _verdict(audited: Audited, contest: Contest) -> dict[str, Any]:
     candidates = sum(bool(each.users) for each in contest.attacks)
     if contest.chosen is None:
         reasons = dict.fromkeys(each.reason for each in contest.attacks if each.reason)
-        words = f"Not measured. {' '.join(str(reason) for reason in reasons)}".strip()
+        few = "Too few users were attacked to choose an attack on some of them and to grade it on others."
+        words = f"Not measured. {' '.join(map(str, reasons)) or few}"
         key = {"question": contest.question, "candidates": 0, "verdict": "not measured"}
         return {**blank, **nothing(), **key, "words": words}
     attack = contest.chosen

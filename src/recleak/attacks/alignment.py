@@ -47,7 +47,7 @@ from recleak.attacks.membership import (
 from recleak.attacks.shadow import no_user_features, train_shadows
 from recleak.defenses.base import without_data_hooks
 from recleak.errors import ConfigError
-from recleak.kernels_heads import along_slopes, sum_of_rows
+from recleak.kernels_heads import along_slopes, score_rows, sum_of_rows
 from recleak.models.base import Batch, Params, declared
 from recleak.training.chunks import one_thread
 from recleak.training.local import LocalData
@@ -202,7 +202,10 @@ def aligned(knowledge: Knowledge, received: Params, update: Update, expected: Te
         slope, middle, separation = _split(along, update, expected)
         return (along - middle[update.owner]) * slope[update.owner], separation
 
-    (before, apart_before), (after, apart_after) = read(False), read(True)
+    before, apart_before = read(False)
+    if not update.values:  # nothing was uploaded beside rows
+        return before
+    after, apart_after = read(True)
     return torch.where((apart_after > apart_before)[update.owner], after, before)
 
 
@@ -234,6 +237,9 @@ def projections(
     all gradients of a client are the same (the client's vector, or zero in its place), the line is that along which
     its rows move.
     """
+    products = _of_products(knowledge, received, update, own, expected, uploaded)
+    if products is not None:
+        return _along_line(update, expected), *products
     found = _of_heads(knowledge, received, update, own, expected, uploaded)
     if found is None:  # clients are padded to the largest of a group, so small that memory does not grow with clients
         parts = []
@@ -246,9 +252,7 @@ def projections(
     mean = found.total.norm(dim=1) / update.offset.diff().clamp(min=1)
     flat = mean >= 0.999 * _mean(found.length, update)
     if bool(flat.any()):
-        moved = _flat(update.rows)
-        line = _principal(moved, update, expected)
-        along = torch.where(flat[update.owner], (moved * line[update.owner]).sum(1), along)
+        along = torch.where(flat[update.owner], _along_line(update, expected), along)
     return along, found.score, found.length
 
 
@@ -272,26 +276,34 @@ def _groups(sizes: list[int]) -> Iterator[tuple[int, int]]:
     yield first, len(sizes)
 
 
+def _of_products(
+    knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor, uploaded: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Scores and lengths of gradients, f32[N] each, where a score is a product with a plain row; None elsewhere."""
+    read = declared(knowledge.model, "product")
+    if read is None or not _plain_rows(knowledge, update):
+        return None
+    params, batch = _plain_scene(knowledge, received, update, own, expected, uploaded)
+    found = read(knowledge.model, params, batch)
+    if found is None:
+        return None
+    vector, constant = (each.contiguous() for each in found)
+    table, item, offset = received[ROWS].contiguous().numpy(), update.item.numpy(), update.offset.numpy()
+    score = torch.empty(len(update.item))
+    score_rows(table, item, offset, vector.numpy(), constant.numpy(), score.numpy())
+    return score, vector.norm(dim=1)[update.owner]
+
+
 def _of_heads(
     knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor, uploaded: bool
 ) -> _Slopes | None:
     """In one compiled pass, where scores are a perceptron on a user's vector and plain rows; None elsewhere."""
     model, clients = knowledge.model, update.n_clients
     read = declared(model, "head_user")
-    tables = [part.name for part in knowledge.components if part.storage == "per_item"]
-    if read is None or tables != [ROWS] or list(update.rows) != tables or update.item.device.type != "cpu":
+    if read is None or not _plain_rows(knowledge, update):
         return None
     table, item, offset = received[ROWS].contiguous(), update.item.numpy(), update.offset.numpy()
-    params = _beside_rows(knowledge, received, update, uploaded)
-    around = torch.empty(clients, table.shape[1])
-    if model.reads_neighbors:
-        sum_of_rows(table.numpy(), item, own.contiguous().numpy(), offset, around.numpy())
-    batch = Batch(
-        own=torch.zeros(clients, 0, dtype=torch.bool),
-        degree=expected,
-        neighbors={ROWS: around} if model.reads_neighbors else {},
-        user_features=no_user_features(knowledge, clients),
-    )
+    params, batch = _plain_scene(knowledge, received, update, own, expected, uploaded)
     user = read(model, params, batch)
     layers = sum(name.startswith("head.") and name.endswith(".weight") for name in params)
     if user is None or layers < 2:
@@ -309,6 +321,30 @@ def _of_heads(
     with one_thread():
         along_slopes(table.numpy(), item, offset, moved, user, head.contiguous().numpy(), widths, *out)
     return found
+
+
+def _plain_rows(knowledge: Knowledge, update: Update) -> bool:
+    """Whether there is one table of items, and its rows were uploaded."""
+    tables = [part.name for part in knowledge.components if part.storage == "per_item"]
+    return tables == [ROWS] and list(update.rows) == tables and update.item.device.type == "cpu"
+
+
+def _plain_scene(
+    knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor, uploaded: bool
+) -> tuple[Params, Batch]:
+    """What a model reads beside plain rows."""
+    model, clients, table = knowledge.model, update.n_clients, received[ROWS].contiguous()
+    around = torch.empty(clients, table.shape[1])
+    if model.reads_neighbors:
+        item, share = update.item.numpy(), own.contiguous().numpy()
+        sum_of_rows(table.numpy(), item, share, update.offset.numpy(), around.numpy())
+    batch = Batch(
+        own=torch.zeros(clients, 0, dtype=torch.bool),
+        degree=expected,
+        neighbors={ROWS: around} if model.reads_neighbors else {},
+        user_features=no_user_features(knowledge, clients),
+    )
+    return _beside_rows(knowledge, received, update, uploaded), batch
 
 
 def _beside_rows(knowledge: Knowledge, received: Params, update: Update, uploaded: bool) -> Params:
@@ -373,14 +409,15 @@ def _of_any_model(
     return _Slopes(product, score, gradient.norm(dim=1), _sum(gradient, update))
 
 
-def _principal(moved: Tensor, update: Update, expected: Tensor) -> Tensor:
-    """The line along which the rows of each client move, pointing to the side of the own items, f32[C, d]."""
-    each = [rows.double() for rows in torch.split(moved, update.offset.diff().tolist())]
-    scatter = torch.stack([rows.T @ rows for rows in each])  # f64[C, d, d]
+def _along_line(update: Update, expected: Tensor) -> Tensor:
+    """Movements of rows along the line along which most of their client's move, f32[N]; own items are above 0."""
+    moved = _flat(update.rows)  # f32[N, d]
+    each = torch.split(moved, update.offset.diff().tolist())
+    scatter = torch.stack([wide.T @ wide for wide in (rows.double() for rows in each)])  # f64[C, d, d]
     line = torch.linalg.eigh(scatter).eigenvectors[:, :, -1].float()
-    along = (moved * line[update.owner]).sum(1)
+    along = torch.cat([rows @ mine for rows, mine in zip(each, line, strict=True)])
     up, down = ((_sum((sign * along > 0).float(), update) - expected).abs() for sign in (1, -1))  # f32[C] each
-    return torch.where((up <= down).unsqueeze(1), line, -line)
+    return torch.where((up <= down)[update.owner], along, -along)
 
 
 def _split(score: Tensor, update: Update, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:

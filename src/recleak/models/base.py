@@ -46,8 +46,11 @@ class Model:
     # for the vector u, the sum S of own rows and a row q, users are w0 u + w1 S, items w2 q + [own] (w3 u + w4 S).
     # head_user: a method like `logits`; the vector f32[C, u] that, with plain rows of `item`, is what the head reads:
     # the logits are `mlp(params, head_user, item)`. None: they are something else.
+    # product: a method like `logits`; w, f32[C, d], and b, f32[C], so that a row q of `item` that is not marked as the
+    # client's own has the logit <w, q> + b. None: it is something else.
     perceptron: ClassVar[tuple[str, str] | None] = None
     head_user: ClassVar[Callable[..., Tensor | None] | None] = None
+    product: ClassVar[Callable[..., tuple[Tensor, Tensor] | None] | None] = None
     star: ClassVar[Callable[..., Tensor] | None] = None
 
     def components(self) -> tuple[Component, ...]:

@@ -80,6 +80,14 @@ class LightGCN(Model):
         user, item = self.propagate(params, batch)
         return mlp(params, user, item) if self.score == "mlp" else dot(user, item)
 
+    def product(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """The user's propagated vector times the share of an item's own row; a perceptron computes something else."""
+        if self.score == "mlp":
+            return None
+        own_part, sum_part, row_part, _, _ = self.star(batch.degree).unsqueeze(2).unbind(1)  # f32[C, 1]
+        user = row_part * (own_part * params["user"] + sum_part * batch.neighbors["item"])
+        return user, user.new_zeros(len(user))
+
     def propagate(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """The combined vectors of the user, f32[C, d], and of the scored items, f32[C, B, d]."""
         user, item, total = params["user"], params["item"], batch.neighbors["item"]  # total is S, f32[C, d]

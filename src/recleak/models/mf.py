@@ -40,6 +40,11 @@ class MF(Model):
         client = params["bias"] + params["user.bias"]  # f32[C]
         return score + params["item.bias"] + client.unsqueeze(1)
 
+    def product(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """The user's vector; with biases, rows of two tables count."""
+        user = params["user"]
+        return None if self.biases else (user, user.new_zeros(len(user)))
+
 
 @dataclass(frozen=True)
 class GMF(Model):
@@ -69,3 +74,8 @@ class GMF(Model):
         """The user's vector takes the weights first: <h, e_u ∘ e_i> = <h ∘ e_u, e_i>."""
         score = dot(params["head.1.weight"].squeeze(-1) * params["user"], params["item"])  # f32[C, B]
         return score + params["head.1.bias"] if self.bias else score
+
+    def product(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        """h ∘ e_u and b."""
+        user = params["head.1.weight"].squeeze(-1) * params["user"]
+        return user, params["head.1.bias"].squeeze(-1) if self.bias else user.new_zeros(len(user))
