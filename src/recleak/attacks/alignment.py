@@ -413,8 +413,8 @@ def _along_line(update: Update, expected: Tensor) -> Tensor:
     """Movements of rows along the line along which most of their client's move, f32[N]; own items are above 0."""
     moved = _flat(update.rows)  # f32[N, d]
     each = torch.split(moved, update.offset.diff().tolist())
-    scatter = torch.stack([wide.T @ wide for wide in (rows.double() for rows in each)])  # f64[C, d, d]
-    line = torch.linalg.eigh(scatter).eigenvectors[:, :, -1].float()
+    scatter = torch.stack([rows.T @ rows for rows in each])  # f32[C, d, d]
+    line = torch.linalg.eigh(scatter.double()).eigenvectors[:, :, -1].float()
     along = torch.cat([rows @ mine for rows, mine in zip(each, line, strict=True)])
     up, down = ((_sum((sign * along > 0).float(), update) - expected).abs() for sign in (1, -1))  # f32[C] each
     return torch.where((up <= down)[update.owner], along, -along)
@@ -474,7 +474,8 @@ def _regress(known: Tensor, truth: Tensor, owner: Tensor, seen: Tensor, update: 
 
 def _flat(rows: Params) -> Tensor:
     """All per-item components side by side, f32[N, d]."""
-    return torch.cat([value.unsqueeze(-1).flatten(1) for value in rows.values()], dim=1)
+    tables = [value.unsqueeze(-1).flatten(1) for value in rows.values()]
+    return tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)
 
 
 def _sum(values: Tensor, update: Update) -> Tensor:

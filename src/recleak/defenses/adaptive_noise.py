@@ -15,6 +15,7 @@ from math import isfinite, sqrt
 from types import MappingProxyType
 from typing import ClassVar, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from recleak.defenses.base import Defense, received
@@ -28,6 +29,7 @@ from recleak.update import Update
 Moment = Literal["epoch", "upload"]
 Levels = Literal["equation", "section"]
 
+_NUMBERS = 1 << 16  # of item rows at a time: they stay in the cache from the clip to the noise
 TOP = 3.0  # the level of what resists most: there epsilon is epsilon_max
 LEVELS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
@@ -93,10 +95,14 @@ class _NoisyValues(Defense):
         """clip(received + moved) + noise - received. A NaN stays one, so that training that diverged is noticed."""
 
         def perturb(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
-            start = received(moved, name)
-            value = (tensor + start).clamp_(-self.bound, self.bound).sub_(start)
-            self._add_noise(value, name, streams, *places(moved, name))
-            return value
+            noisy, (position, row) = torch.empty_like(tensor), places(moved, name)
+            together = len(tensor) if owner is None else max(1, _NUMBERS // max(1, tensor[:1].numel()))
+            for first in range(0, len(tensor), max(1, together)):
+                some = slice(first, first + together)
+                start, value = received(moved, name, some), noisy[some]
+                torch.add(tensor[some], start, out=value).clamp_(-self.bound, self.bound).sub_(start)
+                self._add_noise(value, name, streams, position[some], row[some])
+            return noisy
 
         return moved.map(perturb)
 

@@ -406,15 +406,18 @@ def hooks(defense: Defense) -> frozenset[str]:
     return frozenset(own) - defense.idle | frozenset(() if defense.example_bound is None else ("gradient",))
 
 
-def received(update: Update, name: str) -> Tensor:
-    """What the clients of an update received of a component: for each row or client, or once for all (f32[*shape])."""
+def received(update: Update, name: str, rows: slice = slice(None)) -> Tensor:
+    """What the clients of an update received of a component: for each row or client, or once for all (f32[*shape]).
+
+    `rows`: of a table of items, these alone.
+    """
     if name not in update.received:
         raise ConfigError(
             f"Got an update that does not say what was received of {name!r}, expected it in `Update.received`.\n"
             "  A mechanism on values, not on changes, needs it; what a client keeps is never received."
         )
     if name in update.rows:
-        return rows_of(update.received, name, update.client[update.owner], update.item)
+        return rows_of(update.received, name, update.client[update.owner[rows]], update.item[rows])
     nodes = isinstance(update.received, NodeParams)
     per_user = update.received[name].dim() == update.values[name].dim() + nodes
     return values_of(update.received, name, update.client, per_user=per_user)
