@@ -46,6 +46,7 @@ bench: $(READY)  ## Benchmarks of engine, noise and data: rates, seconds, peak m
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/feature_gcn.py
 	$(BIN)/python benchmarks/plain_sgd.py
+	$(BIN)/python benchmarks/dp_sgd.py
 	$(BIN)/python benchmarks/gossip.py
 	$(BIN)/python benchmarks/draws.py
 	$(BIN)/python benchmarks/data.py

@@ -480,22 +480,7 @@ def _perceptron(
     half = d * n
     low = starts[0]
     bias_gradient = gradient[low + 2 * half : low + 2 * half + n]
-    # Forward. The user's part of the first layer is the same for all items: it is added to the bias.
-    for j in range(n):
-        bias_gradient[j] = params[low + 2 * half + j]
-    for i in range(d):
-        for j in range(n):
-            bias_gradient[j] += params[i] * params[low + i * n + j]
-    now = hidden[: batch * n].reshape(batch, n)
-    np.dot(item, params[low + half : low + 2 * half].reshape(d, n), now)
-    _rectify(now, bias_gradient)
-    for layer in range(1, layers - 1):
-        n, m, low = widths[layer], widths[layer + 1], starts[layer]
-        before = hidden[places[layer - 1] : places[layer - 1] + batch * n].reshape(batch, n)
-        now = hidden[places[layer] : places[layer] + batch * m].reshape(batch, m)
-        np.dot(before, params[low : low + n * m].reshape(n, m), now)
-        _rectify(now, params[low + n * m : low + n * m + m])
-    # The last layer, and backward.
+    _forward(params, item, widths, starts, places, bias_gradient, hidden)
     n, low = widths[layers - 1], starts[layers - 1]
     place = places[layers - 2]
     bias_before = starts[layers - 1] - n
@@ -531,6 +516,36 @@ def _perceptron(
             through += params[low + i * n + j] * bias_gradient[j]
         gradient[i] = through
     return loss
+
+
+@compiled
+def _forward(
+    params: F32,  # f32[P]
+    item: F32,  # f32[B, d]
+    widths: I64,
+    starts: I64,
+    places: I64,
+    shift: F32,  # f32[n], scratch
+    hidden: F32,  # written: the hidden layers
+) -> None:
+    """The hidden layers. The user's part of the first one is the same for all items: it is added to the bias."""
+    batch, d = item.shape
+    n, low = widths[1], starts[0]
+    half = d * n
+    for j in range(n):
+        shift[j] = params[low + 2 * half + j]
+    for i in range(d):
+        for j in range(n):
+            shift[j] += params[i] * params[low + i * n + j]
+    now = hidden[: batch * n].reshape(batch, n)
+    np.dot(item, params[low + half : low + 2 * half].reshape(d, n), now)
+    _rectify(now, shift)
+    for layer in range(1, widths.shape[0] - 2):
+        n, m, low = widths[layer], widths[layer + 1], starts[layer]
+        before = hidden[places[layer - 1] : places[layer - 1] + batch * n].reshape(batch, n)
+        now = hidden[places[layer] : places[layer] + batch * m].reshape(batch, m)
+        np.dot(before, params[low : low + n * m].reshape(n, m), now)
+        _rectify(now, params[low + n * m : low + n * m + m])
 
 
 @compiled

@@ -105,6 +105,10 @@ class Streams:
         """Add scale times what `laplace` draws, in place and without a second array, to f32[n, *shape]."""
         self._add("laplace", out, scale, purpose, position, row)
 
+    def state(self, kind: str, purpose: str) -> np.uint64:
+        """What all draws of a law for a purpose begin with, before a client's key: for compiled loops that draw."""
+        return draws.start(repr((*self.path, purpose, kind)))  # repr: ("a/b", "c") is not ("a", "b/c")
+
     def _draw(self, kind: str, purpose: str, position: Tensor, row: Tensor, shape: tuple[int, ...]) -> Tensor:
         client, item = self._places(position, row)
         drawn = np.empty((len(client), prod(shape)), np.float32)
@@ -112,7 +116,7 @@ class Streams:
             for part in _blocks(drawn):
                 part[:] = _from_os(kind, part.size)
         else:
-            draws.draw(_LAWS[kind], self._start(kind, purpose), self.key, client, item, drawn)
+            draws.draw(_LAWS[kind], self.state(kind, purpose), self.key, client, item, drawn)
         return torch.from_numpy(drawn).reshape(len(client), *shape).to(position.device)
 
     def _add(self, kind: str, out: Tensor, scale: float, purpose: str, position: Tensor, row: Tensor) -> None:
@@ -131,7 +135,7 @@ class Streams:
             for part in _blocks(sums):
                 part += np.float32(scale) * _from_os(kind, part.size)
         else:
-            draws.add(_LAWS[kind], np.float32(scale), self._start(kind, purpose), self.key, client, item, sums)
+            draws.add(_LAWS[kind], np.float32(scale), self.state(kind, purpose), self.key, client, item, sums)
         torch.autograd.graph.increment_version(out)  # torch does not see what numpy changes
 
     def _places(self, position: Tensor, row: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -146,9 +150,6 @@ class Streams:
                 "Take the same clients from the streams as from the update (`select`)."
             )
         return np.ascontiguousarray(client), np.ascontiguousarray(item)
-
-    def _start(self, kind: str, purpose: str) -> np.uint64:
-        return draws.start(repr((*self.path, purpose, kind)))  # repr: ("a/b", "c") is not ("a", "b/c")
 
 
 def _blocks(numbers: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:

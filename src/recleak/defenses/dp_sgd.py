@@ -8,7 +8,7 @@ from typing import get_args
 
 from torch import Tensor
 
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Chain, Defense, hooks
 from recleak.defenses.noise import Rows
 from recleak.defenses.spending import NoGuarantee, NoisyGradients, Spending
 from recleak.epsilon import noise_multiplier_for
@@ -120,6 +120,25 @@ class ClippedMeanNoise(Defense):
             f"are, while the noise of {self.std:g} is chosen as for one: the epsilon of DP-SGD does not follow."
         )
         return (NoGuarantee(repr(self), why),)
+
+
+def noise_terms(defense: Defense, streams: Streams) -> tuple[tuple[float, Streams], ...] | None:
+    """The standard deviations of the normal noise that a defense adds to every number of a sum of clipped gradients,
+    each with its streams; None if it does something else to a sum or a gradient.
+
+    `streams` are those that the hook `batch_sum` gets. A subclass may compute something else, so it is another kind.
+    """
+    if type(defense) is Chain:
+        terms: tuple[tuple[float, Streams], ...] = ()
+        for position, part in enumerate(defense.defenses):
+            more = noise_terms(part, streams.within(str(position)))
+            if more is None:
+                return None
+            terms += more
+        return terms
+    if type(defense) is DPSGD:
+        return ((defense.noise_multiplier * defense.clip, streams),) if defense.noise_multiplier else ()
+    return None if hooks(defense) & {"batch_sum", "gradient"} else ()
 
 
 def _with_noise(update: Update, std: float, streams: Streams) -> Update:

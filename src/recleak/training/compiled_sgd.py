@@ -13,10 +13,10 @@ from torch import Tensor
 
 from recleak import kernels_sgd
 from recleak.defenses.objective_perturbation import linear_terms
-from recleak.models.base import declared
 from recleak.models.lightgcn import LightGCN
 from recleak.models.mf import MF
 from recleak.training.optimizers import SGD
+from recleak.training.perceptron import perceptron_of
 
 if TYPE_CHECKING:
     from recleak.training.visit import Visit
@@ -99,13 +99,10 @@ def _parts(visit: Visit) -> tuple[list[str], list[str], list[int]] | None:
     elif type(model) is LightGCN and model.score == "dot":
         names, tables = ["user"], ["item"]
     else:
-        perceptron = declared(model, "perceptron")
-        layers = [value for name, value in visit.values.items() if name.endswith(".weight")]
-        if perceptron is None or len(layers) < 2 or (model.reads_neighbors and model.star is None):
+        head = perceptron_of(model, visit.values, visit.rows)
+        if head is None or (model.reads_neighbors and model.star is None):
             return None
-        heads = [f"head.{n}.{kind}" for n in range(1, len(layers) + 1) for kind in ("weight", "bias")]
-        names, tables = [perceptron[0], *heads], [perceptron[1]]
-        hidden = [layer.shape[1] for layer in layers[1:]]
+        names, tables, hidden = list(head.names), [head.item], head.widths[1:-1].tolist()
     return (names, tables, hidden) if set(names) == set(visit.values) and set(tables) == set(visit.rows) else None
 
 

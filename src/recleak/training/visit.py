@@ -21,11 +21,12 @@ from recleak import kernels
 from recleak.defenses.base import Defense, Scene, hooks
 from recleak.defenses.proximal import Norm, proximal_terms
 from recleak.errors import ConfigError
-from recleak.models.base import Batch, Params, declared
+from recleak.models.base import Batch, Params
 from recleak.models.components import Component
 from recleak.streams import Streams
 from recleak.training.attributes import public_of
 from recleak.training.compiled import walk_epochs
+from recleak.training.compiled_clipped import walk_clipped
 from recleak.training.compiled_decoupled import walk_decoupled
 from recleak.training.compiled_sgd import walk_sgd
 from recleak.training.local import LocalData, held_rows, plan
@@ -40,6 +41,7 @@ from recleak.training.optimizers import (
     reach,
 )
 from recleak.training.per_example import mean_of_clipped
+from recleak.training.perceptron import perceptron_of
 from recleak.update import Update, rows_of, values_of
 
 if TYPE_CHECKING:
@@ -199,23 +201,18 @@ class Visit:
             loss = walk_epochs(self)
         if loss is None and not stepwise:
             loss = walk_sgd(self)
+        if loss is None and not stepwise:
+            loss = walk_clipped(self)
         return self._walk(rows, strategy) if loss is None else loss
 
     def _walk_compiled(self, rows: dict[str, LazyRows | DirectRows]) -> Tensor | None:
         """The whole visit in one compiled loop, where there is one: a perceptron under cross-entropy and fresh Adam."""
-        model, adam = self.task.model, self.optimizer
-        names = declared(model, "perceptron")
-        if names is None or not self._compiles(names[1]) or not isinstance(adam, Adam):
+        head, adam = perceptron_of(self.task.model, self.values, self.rows), self.optimizer
+        if head is None or not self._compiles(head.item) or not isinstance(adam, Adam):
             return None
-        layers = [value for name, value in self.values.items() if name.endswith(".weight")]
-        heads = [f"head.{n}.{kind}" for n in range(1, len(layers) + 1) for kind in ("weight", "bias")]
-        parts = [names[0], *heads]
-        if len(layers) < 2 or set(parts) != set(self.values) or list(self.rows) != [names[1]]:
-            return None
-        params = torch.cat([self.values[name].flatten(1) for name in parts], dim=1)  # f32[C, P]
+        params = head.flat(self.values)  # f32[C, P]
         loss = torch.empty(len(self.client))
-        widths = np.array([*(layer.shape[1] for layer in layers), 1])
-        rates = np.array([self.rates[name] for name in parts])
+        widths, rates = head.widths, head.rates(self.rates)
         batches = (
             self.batches.row,
             self.batches.label.numpy(),
@@ -223,7 +220,7 @@ class Visit:
             self.plan.steps,
             self.held.offset,
         )
-        lazy = rows[names[1]]
+        lazy = rows[head.item]
         if isinstance(lazy, LazyRows):
             kernels.perceptron_visits(
                 *batches,
@@ -243,7 +240,7 @@ class Visit:
                 loss.numpy(),
             )
         else:
-            table = self.rows[names[1]]
+            table = self.rows[head.item]
             kernels.perceptron_visits_of_all_rows(
                 *batches,
                 self.batches.is_own.numpy(),
@@ -251,10 +248,10 @@ class Visit:
                 self.held.own_offset,
                 self._star().numpy(),
                 table.numpy(),
-                (table if self.start is None else self.start.rows[names[1]]).numpy(),
+                (table if self.start is None else self.start.rows[head.item]).numpy(),
                 self._strength("plain"),
                 self._strength("squared"),
-                self.rates[names[1]],
+                self.rates[head.item],
                 params.numpy(),
                 widths,
                 rates,
@@ -265,11 +262,7 @@ class Visit:
                 adam.accumulate,
                 loss.numpy(),
             )
-        at = 0
-        for name in parts:
-            shape, size = self.values[name].shape, self.values[name][0].numel()
-            self.values[name] = params[:, at : at + size].reshape(shape)
-            at += size
+        self.values.update(head.parts(params, self.values))
         return loss
 
     def _compiles(self, item: str) -> bool:
