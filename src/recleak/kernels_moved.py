@@ -130,7 +130,8 @@ def _least_of_largest(value: F32, heap: F32) -> np.float32:
         if value[i] > heap[0]:
             heap[0] = value[i]
             _sink(heap, 0)
-    return heap[0]
+    least: np.float32 = heap[0]
+    return least
 
 
 @compiled
