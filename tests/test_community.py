@@ -385,19 +385,20 @@ def slow_similarity(apart: Tensor, direction: Tensor | None, side: Tensor, targe
     return both / (float(targets.sum()) + size - both)
 
 
+@pytest.mark.parametrize(("items", "size"), [(60, 12), (60, 1), (60, 60), (700, 30)])  # 700: more than one block
 @pytest.mark.parametrize("told", [True, False])
-def test_moved_rows_are_those_of_the_loop(told: bool) -> None:
+def test_moved_rows_are_those_of_the_loop(told: bool, items: int, size: int) -> None:
     draws = torch.Generator().manual_seed(1)
-    models, common = (torch.randn(n, 60, 5, generator=draws) for n in (7, 3))
-    targets = (torch.rand(3, 60, generator=draws) < 0.3).float()
+    models, common = (torch.randn(n, items, 5, generator=draws) for n in (7, 3))
+    targets = (torch.rand(3, items, generator=draws) < 0.3).float()
     who, what = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([3, 6, 3, 0, 1])
     direction = torch.randn(5, 5, generator=draws) if told else None
-    side = torch.randn(60, generator=draws)
-    got = _of_moved_rows(models, common, who, what, direction, side, targets, 12)
+    side = torch.randn(items, generator=draws)
+    got = _of_moved_rows(models, common, who, what, direction, side, targets, size)
     for k in range(5):
         apart = (models[what[k]] - common[who[k]]).double()
         line = None if direction is None else direction[k].double()
-        expected = slow_similarity(apart, line, side.double(), targets[who[k]].double(), 12)
+        expected = slow_similarity(apart, line, side.double(), targets[who[k]].double(), size)
         assert float(got[k]) == pytest.approx(expected)
 
 
@@ -425,3 +426,19 @@ def test_what_was_received_in_later_ticks_counts_more() -> None:
         weight, total = weight / 2 + len(each), total / 2 + each.sum(0)
     torch.testing.assert_close(state["common"][0], total / weight)
     torch.testing.assert_close(state["weight"], torch.tensor([weight]))
+
+
+def test_groups_do_not_change_what_others_have_in_common() -> None:
+    knowledge, push, _ = moved(shared=False)
+    attack, alone = PeerCommunityThroughItems(), torch.eye(12, dtype=torch.bool)[:3]
+    both = replace(knowledge, public={**knowledge.public, "groups": alone, "targets": torch.ones(3, knowledge.n_items)})
+    receiver = torch.tensor([0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0])  # the third one receives nothing, ever
+    state, of_first = attack.init(both), attack.init(knowledge)
+    for tick, some in enumerate((range(4), range(4, 6), range(6, 8), range(8, 11))):  # the second one: in two ticks
+        message = replace(push, round=tick, receiver=receiver).select(torch.tensor(list(some)))
+        state = attack.fold(both, state, message)
+        of_first = attack.fold(knowledge, of_first, message.select(message.receiver == 0))
+    assert torch.equal(state["common"][0], of_first["common"][0])
+    item = push.params["item"]
+    torch.testing.assert_close(state["common"][1], (item[2] / 4 + item[7]) / 1.25)
+    assert not bool(state["common"][2].any())

@@ -32,7 +32,7 @@ from recleak.models.ncf import NCF
 from recleak.protocols import gossip
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
 from recleak.protocols.mail import random_views
-from recleak.protocols.nodes import first_nodes
+from recleak.protocols.nodes import first_nodes, of_nodes
 from recleak.protocols.saving import Interrupted
 from recleak.testing.models import ragged
 from recleak.training.chunks import one_thread
@@ -410,3 +410,15 @@ def test_errors_say_what_to_do(change: dict[str, object], words: str) -> None:
 def test_sums_need_a_server() -> None:
     with pytest.raises(ConfigError, match="secure aggregation in a gossip"):
         run(Gossip(rounds=1, local=KEEP), parts().train, defense=SecureAggregation())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_nodes_send_is_a_copy_in_single_precision(dtype: torch.dtype) -> None:
+    params, node = NodeParams(), np.array([1, 2, 5])
+    for name, shape in (("table", (7, 3)), ("vector", (4,)), ("number", ())):
+        params[name] = torch.randn(6, *shape).to(dtype)
+    sent = of_nodes(params, node)
+    for name, value in params.items():
+        assert torch.equal(sent[name], value[torch.from_numpy(node)].float())
+        value.zero_()
+        assert bool(sent[name].any())

@@ -11,31 +11,49 @@ from numpy.typing import NDArray
 from recleak.kernels import F32, I64, compiled
 
 F64 = NDArray[np.float64]
+_BLOCK = 256  # rows whose differences are in the innermost cache
 
 
 @compiled
-def add_models(models: F32, who: I64, what: I64, total: F32) -> None:
-    """Add f32[m, I, d] of each pair's model to the f32[A, I, d] of its adversary."""
-    for k in range(who.shape[0]):
-        rows, mine = models[what[k]].reshape(-1), total[who[k]].reshape(-1)
+def add_models(models: F32, what: I64, total: F32) -> None:
+    """Add some of f32[m, I, d] to f32[I, d]."""
+    mine = total.reshape(-1)
+    for k in range(what.shape[0]):
+        rows = models[what[k]].reshape(-1)
         for i in range(rows.shape[0]):
             mine[i] += rows[i]
 
 
 @compiled
 def spread_apart(models: F32, common: F32, who: I64, what: I64, out: F64) -> None:
-    """D^T D of what sets each pair's model apart from what its adversary knows, D f32[I, d] -> f64[k, d, d]."""
+    """D^T D of what sets each pair's model apart from what its adversary knows, D f32[I, d] -> f64[k, d, d].
+
+    A block of rows is turned, so that a sum over rows is one over neighbors, which vector instructions take.
+    """
     items, d = models.shape[1], models.shape[2]
-    apart = np.empty(d, np.float32)
+    apart = np.empty((d, _BLOCK), np.float32)
     for k in range(who.shape[0]):
         model, base, mine = models[what[k]], common[who[k]], out[k]
         mine[:] = 0
-        for i in range(items):
+        for begin in range(0, items, _BLOCK):
+            size = min(_BLOCK, items - begin)
+            for i in range(size):
+                for j in range(d):
+                    apart[j, i] = model[begin + i, j] - base[begin + i, j]
             for j in range(d):
-                apart[j] = model[i, j] - base[i, j]
-            for j in range(d):
-                for other in range(d):
-                    mine[j, other] += apart[j] * apart[other]
+                for other in range(j + 1):
+                    mine[j, other] += _product(apart[j, :size], apart[other, :size])
+        for j in range(d):
+            for other in range(j):
+                mine[other, j] = mine[j, other]
+
+
+@compiled
+def _product(one: F32, other: F32) -> np.float32:
+    total = np.float32(0)
+    for i in range(one.shape[0]):
+        total += one[i] * other[i]
+    return total
 
 
 @compiled
@@ -79,11 +97,11 @@ def similar_by_moved(
 ) -> None:  # fmt: skip
     """Jaccard of the rows that moved most with the targets; of rows that moved alike, what a random choice gives."""
     items = models.shape[1]
-    moved = np.empty(items, np.float32)
+    moved, largest = np.empty(items, np.float32), np.empty(size, np.float32)
     for k in range(who.shape[0]):
         wanted = targets[who[k]]
         _project(models[what[k]], common[who[k]], along[k], oriented, side, moved)
-        limit = np.partition(moved, items - size)[items - size]
+        limit = _least_of_largest(moved, largest)
         above, level, count = 0.0, 0.0, 0.0  # targets above the limit and at it, and the target items in all
         taken, tied = 0, 0
         for i in range(items):
@@ -96,3 +114,36 @@ def similar_by_moved(
                 tied += 1
         both = above + level * (size - taken) / tied
         out[k] = both / max(count + size - both, 1.0)
+
+
+@compiled
+def _least_of_largest(value: F32, heap: F32) -> np.float32:
+    """The least of so many largest values as there is room for; few of many, so that most are looked at once.
+
+    heap[n] is at most heap[2 n + 1] and heap[2 n + 2].
+    """
+    size = heap.shape[0]
+    heap[:] = value[:size]
+    for start in range(size // 2 - 1, -1, -1):
+        _sink(heap, start)
+    for i in range(size, value.shape[0]):
+        if value[i] > heap[0]:
+            heap[0] = value[i]
+            _sink(heap, 0)
+    least: np.float32 = heap[0]
+    return least
+
+
+@compiled
+def _sink(heap: F32, place: int) -> None:
+    """Put one value where it belongs below its place."""
+    size, value = heap.shape[0], heap[place]
+    while 2 * place + 1 < size:
+        child = 2 * place + 1
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= value:
+            break
+        heap[place] = heap[child]
+        place = child
+    heap[place] = value

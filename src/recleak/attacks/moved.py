@@ -15,20 +15,26 @@ import torch
 from torch import Tensor
 
 from recleak.attacks.base import Knowledge, State
-from recleak.attacks.community import TINY, WEIGHT, groups_of
+from recleak.attacks.community import WEIGHT, groups_of
 from recleak.attacks.membership import popularity_odds
 from recleak.errors import ConfigError
 from recleak.kernels_moved import add_models, project_apart, spread_apart
 from recleak.models.mf import GMF
 from recleak.wire import Push
 
+_SUM = "sum/"  # before the number of a group that received something in this tick: the sum of these models, f32[I, d]
+
 
 def nothing_common(knowledge: Knowledge, groups: int) -> State:
-    """The state of so many groups before the first message: two item tables of each."""
+    """The state of so many groups before the first message; later it is up to two item tables of each."""
     part = next(part for part in knowledge.components if part.name == table_of(knowledge))
     nothing = torch.zeros(groups, knowledge.n_items, *part.shape)
-    state = {"common": nothing, "weight": torch.zeros(groups), "tick": torch.tensor([-1])}
-    return {**state, "sum": nothing, "count": torch.zeros(groups)}
+    return {
+        "common": nothing,
+        "weight": torch.zeros(groups),
+        "tick": torch.tensor([-1]),
+        "count": torch.zeros(groups),
+    }
 
 
 def received(knowledge: Knowledge, state: State, message: Push) -> tuple[State, Tensor, Tensor]:
@@ -40,20 +46,25 @@ def received(knowledge: Knowledge, state: State, message: Push) -> tuple[State, 
         state = _next_tick(state, message.round)
     adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
     pair = torch.unique(torch.stack([adversary, message.model[push]]), dim=1)  # colluders may receive a model twice
-    total, count = state["sum"].clone(), state["count"] + torch.bincount(pair[0], minlength=len(state["count"]))
-    add_models(message.params[table_of(knowledge)].numpy(), *pair.numpy(), total.numpy())
+    models, count = message.params[table_of(knowledge)], torch.bincount(pair[0], minlength=len(state["count"]))
+    sums = {}
+    for group, what in zip(count.nonzero().flatten().tolist(), pair[1].split(count[count > 0].tolist()), strict=True):
+        name = f"{_SUM}{group}"
+        sums[name] = state[name].clone() if name in state else torch.zeros_like(state["common"][group])
+        add_models(models.numpy(), what.contiguous().numpy(), sums[name].numpy())
     who, what = pair[:, state["weight"][pair[0]] > 0]
-    return {**state, "sum": total, "count": count}, who, what
+    return {**state, **sums, "count": state["count"] + count}, who, what
 
 
 def _next_tick(state: State, tick: int) -> State:
     """What was received in the last tick is what models have in common from now on, with half of what was before."""
     before, count = state["weight"] / 2, state["count"]
-    weight = before + count
-    share = (before / weight.clamp(min=TINY)).view(-1, 1, 1)
-    common = share * state["common"] + state["sum"] / weight.clamp(min=TINY).view(-1, 1, 1)
-    fresh = {"sum": torch.zeros_like(common), "count": torch.zeros_like(count), "tick": torch.tensor([tick])}
-    return {**state, **fresh, "common": common, "weight": weight}
+    weight, common = before + count, state["common"].clone()
+    for group in count.nonzero().flatten().tolist():  # of who received nothing it stays as it was
+        common[group] *= before[group] / weight[group]
+        common[group] += state[f"{_SUM}{group}"] / weight[group]
+    fresh = {"count": torch.zeros_like(count), "tick": torch.tensor([tick]), "common": common, "weight": weight}
+    return {name: value for name, value in state.items() if not name.startswith(_SUM)} | fresh
 
 
 def popular_side(knowledge: Knowledge) -> Tensor:

@@ -43,7 +43,19 @@ from recleak.models.components import Component, by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
 from recleak.protocols.mail import Mail, random_views
-from recleak.protocols.nodes import DTYPE, PIECE, TABLE, Precision, add, finite, first_nodes, fitting, merge, misfit
+from recleak.protocols.nodes import (
+    DTYPE,
+    PIECE,
+    TABLE,
+    Precision,
+    add,
+    finite,
+    first_nodes,
+    fitting,
+    merge,
+    misfit,
+    of_nodes,
+)
 from recleak.protocols.panel import CUTOFF, NEGATIVES, Panel
 from recleak.protocols.saving import Checkpoint, Interrupted, Saved, describe
 from recleak.protocols.taps import feeding
@@ -441,7 +453,7 @@ class _Run:
                 some = senders[start : start + step]
                 mine = np.isin(batch.sender, some)
                 row = torch.from_numpy(np.searchsorted(some, batch.sender[mine]))
-                params = {n: v[torch.from_numpy(some)].float() for n, v in self.snapshots[sent].items()}
+                params = of_nodes(self.snapshots[sent], some)
                 sender, receiver = torch.from_numpy(batch.sender[mine]), torch.from_numpy(batch.receiver[mine])
                 yield Push(self.tick, sender, receiver, params, row)
 

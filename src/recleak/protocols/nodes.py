@@ -75,6 +75,15 @@ def add(params: NodeParams, update: Update) -> None:
         table.index_add_(0, place, rows.to(table.dtype))
 
 
+def of_nodes(params: NodeParams, node: NDArray[np.int64]) -> dict[str, Tensor]:
+    """A copy of what some nodes have in single precision, f32[n, ...] each; one pass, whatever they hold it in."""
+    found = {name: torch.empty(len(node), *value.shape[1:]) for name, value in params.items()}
+    for name, value in params.items():
+        for place, number in enumerate(node.tolist()):
+            found[name][place] = value[number]
+    return found
+
+
 def misfit(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
     """What is wrong with the form of parameters, in words; None: nothing."""
     if set(got) != set(expected):
