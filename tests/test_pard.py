@@ -260,6 +260,29 @@ def test_what_is_inferred_from_an_upload_is_inferred_once(tmp_path: Path) -> Non
     assert torch.equal(taps[0].answer(question), taps[1].answer(question))
 
 
+def test_what_is_inferred_in_all_rounds_is_inferred_once_for_all_who_listen() -> None:
+    """And forgotten with the next upload; who listens finds what it would alone."""
+    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    asks: list[dict[str, pard.Scalar]] = [
+        {"attack": name, "attribute": "gender", "uploads": "all", "by": by}
+        for name in ("chain", "aia")
+        for by in ("gradient", "distance")
+    ]
+    shared: dict[str, pard_attacks.OncePerUpload] = {}
+    together = [pard_attacks.attack_of(made, ask, shared) for ask in asks]
+    assert together[0].membership is together[2].membership
+    assert together[1].membership is together[3].membership
+    assert together[0].membership is not together[1].membership
+    alone = [pard_attacks.attack_of(made, ask, {}) for ask in asks]
+    taps = [Listening(Server(), attack, made.knowledge(asks[0])) for attack in (*together, *alone)]
+    pard._train(made, Plateau(1, 9), taps, 1)
+    assert [len(once.found) for once in shared.values()] == [1, 1]
+    for one, other in zip(taps[:4], taps[4:], strict=True):
+        first, second = one.state(), other.state()
+        assert first.keys() == second.keys()
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
 @pytest.mark.parametrize(("looks", "best"), [((0.3, 0.2, 0.1), 0), ((0.1, 0.3, 0.2), 1), ((0.1, 0.2, 0.3), 2)])
 def test_what_counts_is_the_round_with_the_best_look(
     looks: tuple[float, ...], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -359,7 +359,7 @@ def _train(
         stopping=Stopping(rule, score),
         taps=taps,
         executor=InProcess(threads),
-        chunk=BLOCK // 2,
+        chunk=BLOCK,
         seed=made.seed,
         show_progress=False,
     )
@@ -455,7 +455,7 @@ def _measure(
     listening: dict[str, Listening[Any, Any]] = {}
     inferred: dict[str, OncePerUpload] = {}
     for ask in asks:
-        if (attack := attack_of(made, ask, {})) is not None and ask.get("uploads") == "all":
+        if (attack := attack_of(made, ask, inferred)) is not None and ask.get("uploads") == "all":
             listening.setdefault(listener(ask), Listening(Server(), attack, made.knowledge(ask)))
     rule = _rule(made, run, threads)
     best = BestRound(made, folder, rule.every)
