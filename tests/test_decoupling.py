@@ -497,6 +497,43 @@ def test_compiled_lessons_are_those_step_by_step(name: str) -> None:
     assert all(torch.equal(single[part], fast[part][1:2]) for part in single)
 
 
+def test_one_client_learns_for_all_who_begin_alike_and_have_nothing_of_their_own() -> None:
+    generator = torch.Generator().manual_seed(2)
+    clients, steps, n, i, o = 4, 3, 6, 2, 5
+    start = {part.name: torch.randn(part.shape, generator=generator) for part in estimator_components("e", (i, 8, o))}
+    own = {name: value.expand(clients, *value.shape).clone() for name, value in start.items()}
+    lesson = Lesson(
+        torch.randn(steps, n, i, generator=generator),
+        torch.zeros(steps, n),
+        torch.zeros(steps, n, dtype=torch.bool),
+        torch.randn(clients, i, generator=generator),
+        torch.full((clients,), torch.nan),
+        i,
+        torch.randn(steps, n, o, generator=generator),
+        torch.randn(clients, o, generator=generator),
+    )
+    together = taught(own, "e", lesson, rate=0.2, momentum=0.9)
+    apart = taught(
+        {
+            name: value + 0.1 * (torch.arange(clients) == 3).reshape(-1, *[1] * (value.dim() - 1))
+            for name, value in own.items()
+        },
+        "e",
+        lesson,
+        rate=0.2,
+        momentum=0.9,
+    )
+    for name, value in together.items():
+        assert value.shape == own[name].shape
+        assert not torch.equal(value, own[name])
+        assert torch.equal(value[:3], apart[name][:3])
+        assert not torch.equal(value[3], apart[name][3])
+    mixed = taught(
+        own, "e", replace(lesson, own=torch.tensor([0.0, torch.nan, torch.nan, torch.nan])), rate=0.2, momentum=0.9
+    )
+    assert not torch.equal(mixed["e.1.weight"][0], mixed["e.1.weight"][1])
+
+
 def test_estimators_learn_what_is_there() -> None:
     """Steps of SGD on all clients at once are those on one client, and they fit."""
     parts = tuple(estimator_components("e", (3, 8, 2)))

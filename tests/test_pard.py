@@ -21,6 +21,7 @@ from recleak.models.decoupled import Decoupled
 from recleak.models.lightgcn import LightGCN
 from recleak.models.pfedrec import PFedRec
 from recleak.papers import base, pard, pard_attacks
+from recleak.papers.store import Question, Store
 from recleak.protocols.stopping import Either, Plateau, Reached
 from recleak.recording import Listening
 from recleak.wire import Broadcast, Server, Upload
@@ -157,7 +158,28 @@ def test_only_usual_runs_are_remembered_as_levels(monkeypatch: pytest.MonkeyPatc
     assert not pard._LEVELS
     pard._remember(usual, made, trained)
     assert list(pard._LEVELS.values()) == [trained.curve[-1]]
-    assert pard._level("fedavg", {**RUN, "method": "uc-fedrec", "strength": 0.9}, made, 1) == trained.curve[-1]
+    strong: dict[str, pard.Scalar] = {**RUN, "method": "uc-fedrec", "strength": 0.9}
+    other = pard.setting(strong, "as-written", 0)
+    assert pard._level(strong, other, 1) == trained.curve[-1]
+    assert pard.needs(usual) == []
+    assert pard.needs(strong) == [(usual, {"measure": "utility"})]
+
+
+def test_levels_of_another_process_are_heard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rule that hears of a stored curve, which is rounded, ends where it would have without."""
+    run: dict[str, pard.Scalar] = {**RUN, "method": "pfedrec"}
+    [(rival, ask)] = pard.needs(run)
+    users = 943
+    for exact in (701 / users, 707 / users, 1 + 1 / users):
+        monkeypatch.setattr(pard, "_LEVELS", {})
+        store, question = Store(tmp_path / str(exact)), Question("", 0, "", rival, ask)
+        store.write(question, 0, {}, {"validation": [(1, exact / 2), (2, exact)]}, 0.0)
+        pard.hear(rival, "as-written", 0, store.read(question, 0).series)
+        monkeypatch.setattr(pard, "_train", lambda *_: pytest.fail("it was trained again"))
+        rule = pard._rule(pard.setting(run, "as-written", 0), run, 1)
+        assert rule.ended([exact])
+        assert not rule.ended([exact - 1 / users])
+        assert not rule.ended([exact - 1 / 6040])
 
 
 def test_thinned_data_have_so_many_of_each_user() -> None:
@@ -238,6 +260,29 @@ def test_what_is_inferred_from_an_upload_is_inferred_once(tmp_path: Path) -> Non
     assert torch.equal(taps[0].answer(question), taps[1].answer(question))
 
 
+def test_what_is_inferred_in_all_rounds_is_inferred_once_for_all_who_listen() -> None:
+    """And forgotten with the next upload; who listens finds what it would alone."""
+    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    asks: list[dict[str, pard.Scalar]] = [
+        {"attack": name, "attribute": "gender", "uploads": "all", "by": by}
+        for name in ("chain", "aia")
+        for by in ("gradient", "distance")
+    ]
+    shared: dict[str, pard_attacks.OncePerUpload] = {}
+    together = [pard_attacks.attack_of(made, ask, shared) for ask in asks]
+    assert together[0].membership is together[2].membership
+    assert together[1].membership is together[3].membership
+    assert together[0].membership is not together[1].membership
+    alone = [pard_attacks.attack_of(made, ask, {}) for ask in asks]
+    taps = [Listening(Server(), attack, made.knowledge(asks[0])) for attack in (*together, *alone)]
+    pard._train(made, Plateau(1, 9), taps, 1)
+    assert [len(once.found) for once in shared.values()] == [1, 1]
+    for one, other in zip(taps[:4], taps[4:], strict=True):
+        first, second = one.state(), other.state()
+        assert first.keys() == second.keys()
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
 @pytest.mark.parametrize(("looks", "best"), [((0.3, 0.2, 0.1), 0), ((0.1, 0.3, 0.2), 1), ((0.1, 0.2, 0.3), 2)])
 def test_what_counts_is_the_round_with_the_best_look(
     looks: tuple[float, ...], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +296,26 @@ def test_what_counts_is_the_round_with_the_best_look(
     messages = list(found.messages)
     assert {message.round for message in messages if isinstance(message, Broadcast | Upload)} == {best}
     assert sum(isinstance(message, Broadcast) for message in messages) == 1
+
+
+@pytest.mark.parametrize("method", ["pard", "pfedrec", "apm"])
+def test_a_model_is_measured_as_it_was_in_its_round(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when its run has gone on since: as a run that ended there."""
+    found = []
+    for rounds in (2, 4):
+        made = pard.setting({**RUN, "method": method, "rounds": rounds}, "as-written", 0)
+        looks = iter((0.1, 0.3, 0.2, 0.2))
+        monkeypatch.setattr(pard.Setting, "recall", lambda self, model, looks=looks: next(looks))
+        (tmp_path / str(rounds)).mkdir()
+        found.append(pard.BestRound(made, tmp_path / str(rounds)))
+        found[-1].end(pard._train(made, Plateau(1, 9), [found[-1]], 1, found[-1].look))
+    short, long = found
+    assert short.utility.keys() == long.utility.keys()
+    assert all(np.array_equal(value, long.utility[name]) for name, value in short.utility.items())
+    assert short.kept.keys() == long.kept.keys() == ({"user.private"} if method == "pard" else set())
+    assert all(torch.equal(value, long.kept[name]) for name, value in short.kept.items())
 
 
 @pytest.mark.heavy

@@ -298,6 +298,31 @@ def test_each_run_once_headlines_first_and_seed_by_seed(fake: Path, capsys: pyte
     assert calls(fake)[8:] == [f"{model} a as-coded 0 {cores()} 2" for model in "sl"]
 
 
+NEEDS = """
+def needs(run):
+    return [({**run, "model": "l"}, {"attack": "x"})] if run["model"] == "s" else []
+
+def hear(run, variant, seed, series):
+    with open(HERE / "calls.txt", "a") as file:
+        file.write(f"heard {run['model']} {run['data']} {variant} {seed} {series['curve']}\\n")
+"""
+
+
+def test_what_a_run_needs_is_measured_first_and_heard(fake: Path) -> None:
+    (fake / "fake_runner.py").write_text(RUNNER + NEEDS)
+    run(fake, "--table", "1", "--model", "s", "--seeds", "2")  # asks for nothing of l
+    heard = [f"heard l {data} as-written 0 [(0.0, 1.0), (1.0, 2.0), (2.0, 4.0)]" for data in "ab"]
+    begun = [f"{model} {data} as-written 0 {cores()} 1" for model in "ls" for data in "ab"]
+    first = [*begun[:2], heard[0], begun[2], heard[1], begun[3]]
+    assert calls(fake) == first + [line.replace("written 0", "written 1") for line in first]
+    run(fake, "--table", "1")  # what is stored is not measured again, and l needs nothing
+    assert calls(fake)[12:] == [f"l {data} as-written 0 {cores()} 1" for data in "ab"]
+    run(fake, "--table", "2", "--workers", "2")
+    later = [line for line in calls(fake)[14:] if line.startswith("heard")]
+    assert sorted(later) == heard
+    assert len(calls(fake)) == 18
+
+
 def test_selection(fake: Path) -> None:
     paper = base.load(str(fake / "fake.toml"))
     assert Selection(tables=("2",), data=("b",)).cells(paper) == ["2/s/b/x", "2/l/b/x"]

@@ -235,21 +235,18 @@ def expected_positives(knowledge: Knowledge, touched: Tensor) -> Tensor:
     if "popularity" in knowledge.public:
         usual = min(usual, float(knowledge.public["popularity"].sum()) / knowledge.n_users)
 
-    def touches(p: float) -> float:
-        rest = max(n_items - p, 1.0 + 1e-9)
-        return p * (1 + knowledge.defense.fakes) - rest * expm1(q * p * log1p(-1 / rest))
+    def touches(p: NDArray[np.float64]) -> NDArray[np.float64]:
+        rest = np.maximum(n_items - p, 1.0 + 1e-9)
+        found: NDArray[np.float64] = p * (1 + fakes) - rest * np.expm1(q * p * np.log1p(-1 / rest))
+        return found
 
-    def solve(n: float) -> float:
-        if n >= n_items:
-            return usual
-        low, high = 0.0, n
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if touches(middle) < n else (low, middle)
-        return (low + high) / 2
-
-    each, place = torch.unique(touched, return_inverse=True)
-    return torch.tensor([solve(float(n)) for n in each], dtype=torch.float32)[place]
+    fakes, different = knowledge.defense.fakes, touched.double().numpy()
+    low, high = np.zeros_like(different), different
+    for _ in range(50):
+        middle = (low + high) / 2
+        fewer = touches(middle) < different
+        low, high = np.where(fewer, middle, low), np.where(fewer, high, middle)
+    return torch.from_numpy(np.where(different >= n_items, usual, (low + high) / 2)).float()
 
 
 def expected_in_sum(knowledge: Knowledge, touched: int, clients: int) -> Tensor:

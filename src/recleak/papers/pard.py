@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -84,6 +85,7 @@ from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining
 from recleak.training.executor import InProcess
 from recleak.training.optimizers import SGD
+from recleak.training.state import ClientStore
 from recleak.utility import union
 from recleak.wire import Broadcast, Message, Server, Upload, decode, encode
 
@@ -171,10 +173,14 @@ class Setting:
         """Whether the attacker is told which items are whose."""
         return bool(ask.get("oracle", self.code))
 
+    @cached_property
+    def candidates(self) -> NDArray[np.int32]:
+        """What held-out items are ranked against, i32[U, n]."""
+        return evaluation_candidates(self.split, CANDIDATES[self.data], seed=self.seed).items
+
     def recall(self, model: FederatedModel) -> float:
         """Recall@10 + Recall@20 of validation items, against sampled ones."""
-        sampled = evaluation_candidates(self.split, CANDIDATES[self.data], seed=self.seed).items
-        ranks = rank(replace(model, tuned=self.tuned), self.train, self.split.valid, sampled)
+        ranks = rank(replace(model, tuned=self.tuned), self.train, self.split.valid, self.candidates)
         return float(ranks.recall(10).mean() + ranks.recall(20).mean())
 
 
@@ -274,36 +280,58 @@ def _local(model: Model, base: str, method: str, n_items: int, data: str, code: 
 
 
 _SHARED = ("data", "preset", "model", "rounds", "thin")  # what runs that are compared have in common
-_LEVELS: dict[tuple[Scalar, ...], float] = {}  # what runs of this process ended with
+_RIVAL = {"early-stop": "apm", "pfedrec": "fedavg", "uc-fedrec": "fedavg"}  # whose utility a method is stopped at
+_LEVELS: dict[tuple[Scalar, ...], float] = {}  # what runs ended with
+_STORED = 1e-5  # how well a stored curve is known; two utilities that differ do so by more, 1 / U
 
 
-def _level(of: str, run: Mapping[str, Scalar], made: Setting, threads: int) -> float:
-    """The validation utility that another method ends with."""
-    other = {**{name: run[name] for name in _SHARED if name in run}, "method": of}
-    key = _level_of(other, made)
+def needs(run: Mapping[str, Scalar]) -> list[tuple[dict[str, Scalar], dict[str, Scalar]]]:
+    """What is measured before a run, if it is not there yet: the utility of who it is compared with."""
+    rival = _RIVAL.get(str(run["method"]))
+    return [] if rival is None else [(_of(rival, run), {"measure": "utility"})]
+
+
+def hear(
+    run: Mapping[str, Scalar], variant: str, seed: int, series: Mapping[str, Sequence[tuple[float, float]]]
+) -> None:
+    """What `needs` asked for, measured before, perhaps by another process."""
+    if curve := series.get("validation"):
+        _LEVELS.setdefault(_level_of(run, variant, seed), max(value for _, value in curve) - _STORED)
+
+
+def _of(method: str, run: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Another method in the same setting."""
+    return {**{name: run[name] for name in _SHARED if name in run}, "method": method}
+
+
+def _level(run: Mapping[str, Scalar], made: Setting, threads: int) -> float:
+    """The validation utility that the rival ends with; it is trained, if nobody has done so before."""
+    other = _of(_RIVAL[made.method], run)
+    key = _level_of(other, made.variant, made.seed)
     if key not in _LEVELS:
         rival = setting(other, made.variant, made.seed)
         _remember(other, rival, _train(rival, Plateau(EVERY, PATIENCE), [], threads))
     return _LEVELS[key]
 
 
-def _level_of(run: Mapping[str, Scalar], made: Setting) -> tuple[Scalar, ...]:
-    return (made.variant, made.seed, *(run.get(name, "") for name in (*_SHARED, "method")))
+def _level_of(run: Mapping[str, Scalar], variant: str, seed: int) -> tuple[Scalar, ...]:
+    return (variant, seed, *(run.get(name, "") for name in (*_SHARED, "method")))
 
 
 def _remember(run: Mapping[str, Scalar], made: Setting, trained: FederatedModel) -> None:
     """For who is compared with a run; that of other settings than a method's usual ones does not count."""
     if set(run) <= {*_SHARED, "method"}:
-        _LEVELS[_level_of(run, made)] = max(trained.curve) if trained.curve else made.recall(trained)
+        level = max(trained.curve) if trained.curve else made.recall(trained)
+        _LEVELS[_level_of(run, made.variant, made.seed)] = level
 
 
 def _rule(made: Setting, run: Mapping[str, Scalar], threads: int) -> Rule:
     """When training ends."""
     plateau = Plateau(EVERY, PATIENCE)
     if made.method == "early-stop":
-        return Reached(_level("apm", run, made, threads))
-    if made.method in ("pfedrec", "uc-fedrec"):
-        return Either(plateau, Reached(_level("fedavg", run, made, threads), EVERY))
+        return Reached(_level(run, made, threads))
+    if made.method in _RIVAL:
+        return Either(plateau, Reached(_level(run, made, threads), EVERY))
     return plateau
 
 
@@ -331,7 +359,7 @@ def _train(
         stopping=Stopping(rule, score),
         taps=taps,
         executor=InProcess(threads),
-        chunk=BLOCK // 2,
+        chunk=BLOCK,
         seed=made.seed,
         show_progress=False,
     )
@@ -341,8 +369,8 @@ def _train(
 
 
 class BestRound:
-    """A tap and a look: what was on the wire in the round after which validation items were ranked best, and the
-    utility and the kept vectors of then. A run ends some rounds after it, when that is known.
+    """A tap and a look: what was on the wire in the round after which validation items were ranked best, and the model
+    of then. A run ends some rounds after it, when that is known; what is measured of it is measured once, at the end.
 
     A round is on disk: two rounds of uploads of MovieLens-1M in memory made it 7.6 GB, where it is 5.2 GB so.
     """
@@ -353,25 +381,24 @@ class BestRound:
         self.round = -1  # the first is 0
         self.utility: dict[str, NDArray[np.float64]] = {}
         self.kept: Params = {}
+        self._model: FederatedModel | None = None
         self._files: dict[int, list[Path]] = {}  # by round
 
     def look(self, model: FederatedModel, value: float) -> None:
         """Before anybody hears of the next round, so that its broadcast finds out which one is to stay."""
         if value > self.value:
             self.value, self.round = value, len(model.loss) - 1
-            self.take(model)
-
-    def take(self, model: FederatedModel) -> None:
-        """What is measured of a model that goes on."""
-        made = self.made
-        self.utility = _utility(made, replace(model, tuned=made.tuned), self.round + 1)
-        self.kept = {name: value.clone() for name, value in model.store.read(made.everybody).values.items()}
+            self._model = _as_it_is(model, self.made.everybody)
 
     def end(self, model: FederatedModel) -> None:
-        """After training; the last round, if nobody has looked."""
-        if self.round < 0:
+        """After training: what is measured of the model of that round, or of the last, if nobody has looked."""
+        if self._model is None:
             self.round = len(model.loss) - 1
-            self.take(model)
+        best, made = self._model or model, self.made
+        self.utility = _utility(made, replace(best, tuned=made.tuned), self.round + 1)
+        kept = best.store.read(made.everybody).values
+        self.kept = {name: kept[name] for name in ("user", "user.private") if name in kept}
+        self._model = None
 
     @property
     def messages(self) -> Iterator[Message]:
@@ -403,6 +430,17 @@ class BestRound:
         """There is nothing to close."""
 
 
+def _as_it_is(model: FederatedModel, clients: NDArray[np.int64]) -> FederatedModel:
+    """A model that stays as it is while its run goes on; without what clients keep for a defense only."""
+    task = model.task
+    own = {part.name for part in task.defense.own_components()}
+    parts = tuple(part for part in task.components if part.name not in own)
+    store = ClientStore(parts, task.training.optimizer, model.train.n_users, model.train.n_items, task.seed)
+    for start in range(0, len(clients), BLOCK):
+        store.write(model.store.read(clients[start : start + BLOCK]).only({part.name for part in parts}))
+    return replace(model, task=replace(task, components=parts), store=store, version=store.version)
+
+
 def measure(
     run: Mapping[str, Scalar], asks: Sequence[Mapping[str, Scalar]], *, variant: str, seed: int, threads: int
 ) -> Iterator[Measured]:
@@ -417,7 +455,7 @@ def _measure(
     listening: dict[str, Listening[Any, Any]] = {}
     inferred: dict[str, OncePerUpload] = {}
     for ask in asks:
-        if (attack := attack_of(made, ask, {})) is not None and ask.get("uploads") == "all":
+        if (attack := attack_of(made, ask, inferred)) is not None and ask.get("uploads") == "all":
             listening.setdefault(listener(ask), Listening(Server(), attack, made.knowledge(ask)))
     rule = _rule(made, run, threads)
     best = BestRound(made, folder, rule.every)
@@ -452,8 +490,7 @@ def _curve(rule: Rule, trained: FederatedModel) -> list[tuple[int, float]]:
 def _utility(made: Setting, model: Scorer, rounds: int) -> dict[str, NDArray[np.float64]]:
     """Of every user's test item, against sampled items (99 or 999) and among all; and how long training took."""
     seen = union(made.train, made.split.valid)
-    sampled = evaluation_candidates(made.split, CANDIDATES[made.data], seed=made.seed).items
-    ranks, full = rank(model, seen, made.split.test, sampled), rank(model, seen, made.split.test)
+    ranks, full = rank(model, seen, made.split.test, made.candidates), rank(model, seen, made.split.test)
     return {
         "recall@10": ranks.recall(10),
         "ndcg@10": ranks.ndcg(10),

@@ -59,16 +59,23 @@ _GUESSES = ("random", "uniform", "majority")
 
 @dataclass(frozen=True, kw_only=True)
 class OncePerUpload(FromUploads):
-    """Another attack's evidence, computed once for each upload: several attacks on one run begin with the same."""
+    """Another attack's evidence, computed once for each upload: several attacks on one run begin with the same.
+
+    `forgets`: only that of the latest upload is there, for attacks that hear all rounds at the same time.
+    """
 
     inner: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0))
+    forgets: bool = False
     found: dict[tuple[int, bytes], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
         """That of the other attack; labels of users, which alone differ between asks, are no part of it."""
         key = (round, update.client.numpy().tobytes())
         if key not in self.found:
-            self.found[key] = self.inner.evidence(knowledge, received, update, round)
+            evidence = self.inner.evidence(knowledge, received, update, round)
+            if self.forgets:
+                self.found.clear()
+            self.found[key] = evidence
         return self.found[key]
 
 
@@ -80,12 +87,11 @@ def listener(ask: Mapping[str, Scalar]) -> str:
 
 
 def attack_of(made: Setting, ask: Mapping[str, Scalar], inferred: dict[str, OncePerUpload]) -> Any:
-    """Who listens to uploads for an ask, if anybody does. What was inferred from the last round serves all."""
+    """Who listens to uploads for an ask, if anybody does. What was inferred from an upload serves all."""
     name, every = str(ask.get("attack", "")), ask.get("uploads") == "all"
-    membership = _membership(ask)
-    if not every:
-        once = OncePerUpload(participation=membership.participation, inner=membership)
-        membership = inferred.setdefault(repr(membership), once)
+    plain = _membership(ask)
+    once = OncePerUpload(participation=plain.participation, inner=plain, forgets=every)
+    membership = inferred.setdefault(repr(plain), once)
     if name == "aia" and ask.get("reads") != "private":
         watch: Any = ask.get("watch", "rows")
         rounds: Any = "all" if every else "last"

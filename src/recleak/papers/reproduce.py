@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -34,7 +34,11 @@ class Measured:
 
 
 class Runner(Protocol):
-    """What a paper's `runner` names; its module may have a number `VERSION`: results of another number do not count."""
+    """What a paper's `runner` names; its module may have a number `VERSION`: results of another number do not count.
+
+    Where one run needs what another gave, the module has `needs(run)`, pairs of a run and an ask that are measured
+    first, and `hear(run, variant, seed, series)`, which is told what is stored of them before a run.
+    """
 
     def __call__(
         self,
@@ -111,7 +115,9 @@ class Run:
 
 
 def plan(results: Results, cells: Iterable[str], seeds: int) -> list[Run]:
-    """The runs that are missing: seed 0 of everything before seed 1, each in the order in which cells need it."""
+    """The runs that are missing: seed 0 of everything before seed 1, each in the order in which cells need it, but
+    those that need another run come after those that need none: then what they need is there, side by side too.
+    """
     paper = results.paper
     asked: dict[str, tuple[Question, set[str]]] = {}
     for name in cells:
@@ -121,13 +127,29 @@ def plan(results: Results, cells: Iterable[str], seeds: int) -> list[Run]:
             asked.setdefault(question.name, (question, set()))[1].add(str(cell.metric or cell.series))
     runs: list[Run] = []
     for seed in range(seeds):
+        missing = [each for each in asked.values() if not _answered(results.store, each[0], seed, each[1])]
+        needed = {other.name: other for question, _ in missing for other in _needs(question)}
+        missing += [
+            (other, set[str]())
+            for name, other in needed.items()
+            if not results.store.has(other, seed) and all(name != question.name for question, _ in missing)
+        ]
         groups: dict[str, list[Wanted]] = {}
-        for question, names in asked.values():
-            if not _answered(results.store, question, seed, names):
-                same_run = Question(question.runner, question.code, question.variant, question.run, {})
-                groups.setdefault(same_run.name, []).append(Wanted(question, frozenset(names)))
-        runs += [Run(seed, tuple(wanted)) for wanted in groups.values()]
+        for question, names in missing:
+            same_run = replace(question, ask={})
+            groups.setdefault(same_run.name, []).append(Wanted(question, frozenset(names)))
+        runs += sorted((Run(seed, tuple(wanted)) for wanted in groups.values()), key=_waits)
     return runs
+
+
+def _needs(question: Question) -> list[Question]:
+    """What has to be stored before this can be measured well."""
+    needs = getattr(import_module(question.runner.partition(":")[0]), "needs", None)
+    return [] if needs is None else [replace(question, run=run, ask=ask) for run, ask in needs(question.run)]
+
+
+def _waits(run: Run) -> bool:
+    return bool(_needs(run.wanted[0].question))
 
 
 def with_data(paper: Paper, runs: Sequence[Run]) -> tuple[list[Run], dict[str, int]]:
@@ -160,6 +182,9 @@ def measure(run: Run, threads: int, *, runner: str, store: Store) -> Iterator[st
     module, _, function = runner.partition(":")
     call: Runner = getattr(import_module(module), function)
     first, asks = run.wanted[0].question, [wanted.question.ask for wanted in run.wanted]
+    for other in _needs(first):
+        if store.has(other, run.seed):
+            import_module(module).hear(other.run, other.variant, run.seed, store.read(other, run.seed).series)
     answers = iter(call(first.run, asks, variant=first.variant, seed=run.seed, threads=threads))
     for wanted in run.wanted:
         got = next(answers, None)

@@ -368,11 +368,17 @@ class Visit:
         begun = np.flatnonzero(step % self.plan.per_epoch[:now] == 0)
         if not len(begun):
             return
-        position = self._put(begun)
-        params = self._read(whole, rows, batch, step)
-        mine = {name: value[position] for name, value in params.items()}
-        scene, streams = self.scene(batch, now).select(position), self.streams_at(step, now).select(begun)
-        for name, value in self.task.defense.alternate(mine, scene, streams.within("alternate")).items():
+        params, scene, streams = (
+            self._read(whole, rows, batch, step),
+            self.scene(batch, now),
+            self.streams_at(step, now),
+        )
+        position: Tensor | slice = slice(now)
+        if len(begun) < now:  # else nothing is copied: estimators are most of what a client keeps
+            position = self._put(begun)
+            params = {name: value[position] for name, value in params.items()}
+            scene, streams = scene.select(position), streams.select(begun)
+        for name, value in self.task.defense.alternate(params, scene, streams.within("alternate")).items():
             self.values[name][position] = value.detach()
 
     def gradients(
