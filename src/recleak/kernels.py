@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recleak.draws import exact
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,6 +28,19 @@ else:
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+
+
+@exact
+def clip_rows(table: F32, moved: F32, out: F32, item: I64, bound: float) -> None:
+    """clip(table[item] + moved) - table[item] to [-bound, bound]; f32[I, d], f32[n, d] twice. A NaN stays one."""
+    limit = np.float32(bound)
+    for n in range(item.shape[0]):
+        start = table[item[n]]
+        for j in range(start.shape[0]):
+            value = start[j] + moved[n, j]
+            value = limit if value > limit else value
+            value = -limit if value < -limit else value
+            out[n, j] = value - start[j]
 
 
 @compiled

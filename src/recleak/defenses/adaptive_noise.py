@@ -18,18 +18,19 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from recleak import kernels
 from recleak.defenses.base import Defense, received
 from recleak.defenses.noise import Rows
 from recleak.defenses.spending import NoisyValues, Spending
 from recleak.errors import ConfigError
 from recleak.models.components import Component, require_names
 from recleak.streams import Streams, places
-from recleak.update import Update
+from recleak.update import NodeParams, Update
 
 Moment = Literal["epoch", "upload"]
 Levels = Literal["equation", "section"]
 
-_NUMBERS = 1 << 16  # of item rows at a time: they stay in the cache from the clip to the noise
+_NUMBERS = 1 << 17  # of item rows at a time: they stay in the cache from the clip to the noise
 TOP = 3.0  # the level of what resists most: there epsilon is epsilon_max
 LEVELS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
@@ -96,15 +97,25 @@ class _NoisyValues(Defense):
 
         def perturb(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
             noisy, (position, row) = torch.empty_like(tensor), places(moved, name)
-            together = len(tensor) if owner is None else max(1, _NUMBERS // max(1, tensor[:1].numel()))
+            together = len(tensor) if owner is None else _NUMBERS // max(1, tensor[:1].numel())
             for first in range(0, len(tensor), max(1, together)):
-                some = slice(first, first + together)
-                start, value = received(moved, name, some), noisy[some]
-                torch.add(tensor[some], start, out=value).clamp_(-self.bound, self.bound).sub_(start)
-                self._add_noise(value, name, streams, position[some], row[some])
+                some = slice(first, first + max(1, together))
+                self._clip(moved, name, tensor[some], some, noisy[some])
+                self._add_noise(noisy[some], name, streams, position[some], row[some])
             return noisy
 
         return moved.map(perturb)
+
+    def _clip(self, moved: Update, name: str, tensor: Tensor, some: slice, out: Tensor) -> None:
+        """clip(received + moved) - received, of some rows of a table of items or of all that a component has."""
+        if name in moved.rows and name in moved.received and not isinstance(moved.received, NodeParams):
+            tables = (moved.received[name], tensor, out)
+            if all(each.is_contiguous() and each.device.type == "cpu" for each in tables):
+                start, change, clipped = (each.detach().numpy().reshape(len(each), -1) for each in tables)
+                kernels.clip_rows(start, change, clipped, moved.item[some].numpy(), self.bound)
+                return
+        first = received(moved, name, some)
+        torch.add(tensor, first, out=out).clamp_(-self.bound, self.bound).sub_(first)
 
 
 @dataclass(frozen=True)
