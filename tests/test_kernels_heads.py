@@ -18,6 +18,7 @@ from recleak.models.feature_gcn import FeatureGCN
 from recleak.models.lightgcn import LightGCN
 from recleak.models.mf import GMF, MF
 from recleak.models.ncf import NCF
+from recleak.models.pfedrec import PFedRec
 from recleak.update import Update
 
 N_ITEMS, N_USERS = 700, 12
@@ -97,6 +98,7 @@ PRODUCTS: dict[str, Model] = {
     "gmf": GMF(6),
     "gmf without a bias": GMF(6, bias=False),
     "lightgcn": LightGCN(6),
+    "pfedrec": PFedRec(6),
     "items stay as they are": LightGCN(6, layers=2, normalization="mean", propagate_items=False),
 }
 

@@ -114,6 +114,15 @@ def test_an_argument_that_is_a_list_spans_by_a_list_of_lists() -> None:
     assert [each["hidden"] for each in found] == [[8, 4], [4]]
 
 
+def test_an_argument_that_is_a_list_of_lists_spans_by_one_more() -> None:
+    turns = [["head"], ["item"]]
+    protocol = {"use": "federated", "local": {"turns": turns}}
+    assert spans("protocol", protocol) == [protocol]
+    assert build("protocol", protocol).local.turns == (("head",), ("item",))
+    found = spans("protocol", {"use": "federated", "local": {"turns": [turns, []]}})
+    assert [build("protocol", each).local.turns for each in found] == [(("head",), ("item",)), ()]
+
+
 def test_an_empty_list_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"strength: got an empty list"):
         spans("defense", {"use": "proximal", "strength": []})

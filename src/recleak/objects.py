@@ -288,7 +288,7 @@ def _choices(kind: Any, value: Any, where: str) -> list[Any]:
     value = _named(kind, value)
     if not _is_list(kind):
         return [choice for each in value for choice in _choices(kind, each, where)]
-    if all(isinstance(each, list) for each in value):
+    if all(isinstance(each, list) for each in value) and _depth(value) > _depth_of(kind):
         return [choice for each in value for choice in _choices(kind, each, where)]
     inside = [_choices(Any, each, where) if isinstance(each, Mapping) else [each] for each in value]
     return [list(each) for each in itertools.product(*inside)]
@@ -330,7 +330,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, list) and any(isinstance(each, Mapping) and "use" in each for each in value):
         return tuple(_value(Any, each, where) for each in value)
     if isinstance(value, list) and (_is_list(kind) or kind is Any):
-        value = tuple(value)
+        value = _tuples(value) if _depth_of(kind) > 1 else tuple(value)
     try:
         adapter = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
     except PydanticSchemaGenerationError:
@@ -360,6 +360,21 @@ def table_of(kind: Any) -> Callable[..., Any] | None:
 
 def _is_list(kind: Any) -> bool:
     return any((get_origin(each) or each) in _LISTS for each in _alternatives(kind))
+
+
+def _depth_of(kind: Any) -> int:
+    """How many lists are in each other in a type: 2 in a tuple of tuples."""
+    inside = [get_args(each) for each in _alternatives(kind) if _is_list(each)]
+    return max((1 + max((_depth_of(one) for one in each if one is not ...), default=0) for each in inside), default=0)
+
+
+def _depth(value: Any) -> int:
+    """The same in a value."""
+    return 1 + max((_depth(each) for each in value), default=0) if isinstance(value, list) else 0
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:

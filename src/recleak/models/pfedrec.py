@@ -34,3 +34,7 @@ class PFedRec(Model):
     def logits(self, params: Params, batch: Batch) -> Tensor:
         """Each client's own linear function of item rows."""
         return dot(params["head.1.weight"].squeeze(-1), params["item"]) + params["head.1.bias"]
+
+    def product(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        """w_u and b_u."""
+        return params["head.1.weight"].squeeze(-1), params["head.1.bias"].squeeze(-1)
