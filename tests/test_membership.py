@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy import special
 from torch import Tensor
 
 from recleak import random
@@ -395,6 +396,23 @@ def test_calibrated_probabilities_add_up_and_keep_the_order(
             given_odds = 12 * torch.asinh(odds[owner == client].double() / 12)
             shift = (mine.log() - (-mine).log1p() - given_odds)[inside]
             assert len(shift) == 0 or float(shift.max() - shift.min()) < 1e-6
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0, 1e4])
+def test_calibrated_probabilities_are_those_of_a_bisection(spread: float) -> None:
+    rng = np.random.default_rng(0)
+    size = [1, 40, 700, 3, 0, 25]
+    owner = np.repeat(np.arange(len(size)), size)
+    odds = (spread * rng.normal(size=len(owner)) + 5 * spread * (rng.random(len(owner)) < 0.01)).astype(np.float32)
+    expected = np.array([0.3, 12.0, 0.01, 3.0, 1.0, 0.0])
+    found = calibrated(torch.from_numpy(odds), torch.from_numpy(owner), torch.from_numpy(expected)).numpy()
+    wide = 12 * np.arcsinh(odds.astype(np.float64) / 12)
+    for client, target in enumerate(expected):
+        mine, low, high = wide[owner == client], -200.0, 200.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if special.expit(mine + middle).sum() < target else (low, middle)
+        np.testing.assert_allclose(found[owner == client], special.expit(mine + low).clip(1e-30), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("p", "n_items"), [(1, 100), (6, 100), (15, 100), (40, 100), (90, 1000)])

@@ -30,6 +30,7 @@ from recleak.wire import Aggregate, Aggregator, AggregatorMessage, Broadcast, Se
 
 Participation = Literal["first", "last", "all"]
 SURE = 8.0  # log odds of what an attack claims without a doubt; a little more or less orders its claims
+_WIDEST = 200.0  # shifts of log odds are from minus this to this
 _LINEAR = 12.0  # odds far above count by their logarithm
 _LEAST = 1e-30  # the probability of a pair that was seen; 0 is for those that were not
 _STARTS = 3  # of k-means; the one with the lowest SSE counts
@@ -210,14 +211,25 @@ def calibrated(odds: Tensor, owner: Tensor, expected: Tensor) -> Tensor:
     Large odds count by their logarithm, so that their order is not lost where the sigmoid is 1 in floating point.
     """
     clients, wide = len(expected), _LINEAR * torch.asinh(odds.double() / _LINEAR)
-    count = torch.zeros(clients, dtype=torch.float64).index_add_(0, owner, torch.ones_like(wide))
+
+    def summed(values: Tensor) -> Tensor:
+        return torch.zeros(clients, dtype=torch.float64).index_add_(0, owner, values)
+
+    count = summed(torch.ones_like(wide))
     target = torch.minimum(expected.double(), count)
-    low, high = torch.full_like(target, -200.0), torch.full_like(target, 200.0)
-    for _ in range(50):  # bisection
-        shift = (low + high) / 2
-        total = torch.zeros_like(target).index_add_(0, owner, torch.sigmoid(wide + shift[owner]))
-        low, high = torch.where(total < target, shift, low), torch.where(total < target, high, shift)
-    return torch.sigmoid(wide + ((low + high) / 2)[owner]).clamp(min=_LEAST)
+    low, high = torch.full_like(target, -_WIDEST), torch.full_like(target, _WIDEST)
+    shift = (target / count).logit().clamp(-_WIDEST, _WIDEST)  # right if all odds are even
+    for _ in range(60):  # Newton's method, within a bracket that gets smaller: outside of it, its middle
+        chance = torch.sigmoid(wide + shift[owner])
+        more = target - summed(chance)
+        low, high = torch.where(more > 0, shift, low), torch.where(more > 0, high, shift)
+        step = shift + more / summed(chance * (1 - chance))
+        step = torch.where((step > low) & (step < high), step, (low + high) / 2)
+        step = torch.where((target > 0) & (target < count), step, shift)  # none, or all: at the end already
+        moved, shift = (step - shift).abs(), step
+        if not bool((moved > 1e-12).any()):
+            break
+    return torch.sigmoid(wide + shift[owner]).clamp(min=_LEAST)
 
 
 def expected_positives(knowledge: Knowledge, touched: Tensor) -> Tensor:
