@@ -9,6 +9,8 @@ from math import exp, log1p, sqrt
 
 import numpy as np
 
+from recleak import draws
+from recleak.draws import U64
 from recleak.kernels import F32, I32, I64, compiled
 
 
@@ -124,29 +126,106 @@ def clipped_sums(
     loss: F32,  # f32[C]: the mean over examples is added
 ) -> None:  # fmt: skip
     """The sum over each client's examples of their gradients, each scaled to a norm of at most `clip` in all parts."""
-    d = table.shape[1]
     for c in range(user.shape[0]):
-        total = 0.0
-        for e in range(offset[c], offset[c + 1]):
-            q = table[row[e]]
-            score = bias[c] if with_bias else np.float32(0)
-            for j in range(d):
-                score += head[c, j] * user[c, j] * q[j]
-            small = exp(-abs(score))
-            total += max(score, 0) - label[e] * score + log1p(small)
-            slope = (1 / (1 + small) if score >= 0 else small / (1 + small)) - label[e]
-            norm = 1.0 if with_bias else 0.0
-            for j in range(d):
-                norm += (head[c, j] * user[c, j]) ** 2 + (head[c, j] * q[j]) ** 2 + (user[c, j] * q[j]) ** 2
-            norm = abs(slope) * sqrt(norm)
-            slope *= min(1.0, clip / norm) if norm > 0 else 1.0
-            mine = of_rows[row[e]]
-            for j in range(d):
-                mine[j] += slope * head[c, j] * user[c, j]
-                of_user[c, j] += slope * head[c, j] * q[j]
-                of_head[c, j] += slope * user[c, j] * q[j]
-            of_bias[c] += slope
-        loss[c] += total / (offset[c + 1] - offset[c])
+        mine = slice(offset[c], offset[c + 1])
+        loss[c] += _clipped(
+            row[mine], 0, label[mine], table, user[c], head[c], bias[c : c + 1], with_bias, clip,
+            of_rows, of_user[c], of_head[c], of_bias[c : c + 1],
+        )  # fmt: skip
+
+
+@compiled
+def _clipped(
+    row: I64, begin: int, label: F32,  # i64[n], f32[n]: examples of one client, whose sums are from this row on
+    table: F32, user: F32, head: F32, bias: F32, with_bias: bool, clip: float,  # f32[N, d], f32[d] twice, f32[1]
+    of_rows: F32, of_user: F32, of_head: F32, of_bias: F32,  # added to
+) -> float:  # fmt: skip
+    """The sums of one client, and the mean loss."""
+    d, total = user.shape[0], 0.0
+    for e in range(row.shape[0]):
+        q = table[row[e]]
+        score = bias[0] if with_bias else np.float32(0)
+        for j in range(d):
+            score += head[j] * user[j] * q[j]
+        small = exp(-abs(score))
+        total += max(score, 0) - label[e] * score + log1p(small)
+        slope = (1 / (1 + small) if score >= 0 else small / (1 + small)) - label[e]
+        norm = 1.0 if with_bias else 0.0
+        for j in range(d):
+            norm += (head[j] * user[j]) ** 2 + (head[j] * q[j]) ** 2 + (user[j] * q[j]) ** 2
+        norm = abs(slope) * sqrt(norm)
+        slope *= min(1.0, clip / norm) if norm > 0 else 1.0
+        mine = of_rows[row[e] - begin]
+        for j in range(d):
+            mine[j] += slope * head[j] * user[j]
+            of_user[j] += slope * head[j] * q[j]
+            of_head[j] += slope * user[j] * q[j]
+        of_bias[0] += slope
+    return total / row.shape[0]
+
+
+@compiled
+def noisy_visits(
+    row: I64, label: F32, offset: I64,  # i64[E], f32[E], i64[C + 1]: examples
+    number: I64,  # i64[N]: the item of each row
+    table: F32, table_mean: F32, table_square: F32,  # f32[N, d] each
+    first_row: I64, last_row: I64,  # i64[C]
+    user: F32, user_mean: F32, user_square: F32,  # f32[C, d] each
+    head: F32, head_mean: F32, head_square: F32,  # f32[C, d] each
+    bias: F32, bias_mean: F32, bias_square: F32,  # f32[C, 1] each; not used without a bias
+    with_bias: bool, age: I64, epochs: int,  # i64[C]: steps made before
+    rates: F32,  # f32[4]: of item, user, head and bias
+    beta1: float, beta2: float, epsilon: float, clip: float,
+    scale: F32,  # f32[T]: the standard deviation of the noise on every number of a sum
+    state: U64,  # u64[T, 4]: of the draws for item, user, head and bias
+    key: U64,  # u64[epochs, C]: of the clients' draws at each step
+    loss: F32,  # f32[C]
+) -> None:  # fmt: skip
+    """`gmf_visits` with clipped examples and normal noise on their sums: the rows of one client stay in the cache."""
+    d = table.shape[1]
+    b1, b2, eps = np.float32(beta1), np.float32(beta2), np.float32(epsilon)
+    of_user, of_head, of_bias = np.empty((1, d), np.float32), np.empty((1, d), np.float32), np.empty((1, 1), np.float32)
+    for c in range(user.shape[0]):
+        begin, end, mine = first_row[c], last_row[c], slice(offset[c], offset[c + 1])
+        nobody = np.zeros(end - begin, np.int64)  # the place of the one client whose key is at hand
+        of_rows, size, total = np.empty((end - begin, d), np.float32), np.float32(offset[c + 1] - offset[c]), 0.0
+        for epoch in range(epochs):
+            of_rows[:], of_user[:], of_head[:], of_bias[:] = 0, 0, 0, 0
+            total += _clipped(
+                row[mine], begin, label[mine], table, user[c], head[c], bias[c], with_bias, clip,
+                of_rows, of_user[0], of_head[0], of_bias[0],
+            )  # fmt: skip
+            who = key[epoch, c : c + 1]
+            for t in range(scale.shape[0]):
+                draws.add(draws.NORMAL, scale[t], state[t, 0], who, nobody, number[begin:end], of_rows)
+                draws.add(draws.NORMAL, scale[t], state[t, 1], who, nobody[:1], nobody[:1], of_user)
+                draws.add(draws.NORMAL, scale[t], state[t, 2], who, nobody[:1], nobody[:1], of_head)
+                if with_bias:
+                    draws.add(draws.NORMAL, scale[t], state[t, 3], who, nobody[:1], nobody[:1], of_bias)
+            time = age[c] + epoch + 1
+            first, root = 1 / (1 - beta1**time), np.float32(sqrt(1 - beta2**time))
+            flat, along = table[begin:end].reshape(-1), of_rows.reshape(-1)
+            means, squares = table_mean[begin:end].reshape(-1), table_square[begin:end].reshape(-1)
+            _divided_adam(flat, means, squares, along, size, np.float32(first * rates[0]), root, eps, b1, b2)
+            step = np.float32(first * rates[1])
+            _divided_adam(user[c], user_mean[c], user_square[c], of_user[0], size, step, root, eps, b1, b2)
+            step = np.float32(first * rates[2])
+            _divided_adam(head[c], head_mean[c], head_square[c], of_head[0], size, step, root, eps, b1, b2)
+            if with_bias:
+                step = np.float32(first * rates[3])
+                _divided_adam(bias[c], bias_mean[c], bias_square[c], of_bias[0], size, step, root, eps, b1, b2)
+        loss[c] = total / epochs
+
+
+@compiled
+def _divided_adam(
+    value: F32, mean: F32, square: F32, total: F32, by: np.float32,
+    size: np.float32, root: np.float32, eps: np.float32, beta1: np.float32, beta2: np.float32,
+) -> None:  # fmt: skip
+    """A step of Adam with the gradient total / by; `total` is changed."""
+    for j in range(total.shape[0]):
+        total[j] /= by
+    _adam(value, mean, square, total, size, root, eps, beta1, beta2)
 
 
 @compiled

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.defenses.base import Defense, hooks
-from recleak.kernels_gmf import adam_step, clipped_sums, count_rows, gmf_visits, judge_models, place_rows
+from recleak.defenses.dp_sgd import noise_terms
+from recleak.kernels_gmf import (
+    adam_step,
+    clipped_sums,
+    count_rows,
+    gmf_visits,
+    judge_models,
+    noisy_visits,
+    place_rows,
+)
 from recleak.models.base import Params
 from recleak.models.mf import GMF
 from recleak.streams import Streams
@@ -75,7 +84,8 @@ def train_gmf(
         loss = _walk(task, small, rows, row, bounds, data)
     else:
         whole = Update(client, small.values, {"item": table}, item, offset, data.n_items, received)
-        loss = _walk_hooked(task, small, whole, moments, row, data, streams)
+        noisy = _walk_noisy(task, small, whole, moments, row, data, streams)
+        loss = _walk_hooked(task, small, whole, moments, row, data, streams) if noisy is None else noisy
     changed = {name: small.values[name] - begin[name] for name in small.shared}
     update = Update(client, changed, {"item": table - before}, item, offset, data.n_items, received)
     if not adam.keep:
@@ -204,6 +214,39 @@ def _walk(
         row, data.label, data.offset, *table, *bounds, *small.flat("user"), *small.flat(_WEIGHT), *bias,
         _BIAS in small.values, small.steps.numpy(), small.epochs, rates, adam.beta1, adam.beta2, adam.epsilon,
         loss.numpy(),
+    )  # fmt: skip
+    return loss
+
+
+def _walk_noisy(
+    task: Task,
+    small: _Small,
+    whole: Update,
+    moments: list[Tensor],
+    row: NDArray[np.int64],
+    data: LocalData,
+    streams: Streams,
+) -> Tensor | None:
+    """All steps with clipped examples and noise on their sums, in place, a client at a time; None if a defense does
+    something else to gradients, or draws from the operating system.
+    """
+    adam, bound = _adam(task), task.defense.example_bound
+    terms = noise_terms(task.defense, streams.within("batch_sum"))
+    if bound is None or terms is None or (terms and streams.key is None):
+        return None
+    clients, names = len(data.client), ("item", *_PARTS)
+    keys = [streams.at(step).key for step in range(small.epochs if terms else 0)]
+    states = [[each.state("normal", name) for name in names] for _, each in terms]
+    loss = torch.empty(clients)
+    ends = whole.offset.numpy()
+    noisy_visits(
+        row, data.label, data.offset, whole.item.numpy(), *(each.numpy() for each in (whole.rows["item"], *moments)),
+        ends[:-1], ends[1:], *small.flat("user"), *small.flat(_WEIGHT), *small.flat(_BIAS),
+        _BIAS in small.values, small.steps.numpy(), small.epochs,
+        np.array([learning_rate(adam, name) for name in names], np.float32),
+        adam.beta1, adam.beta2, adam.epsilon, bound,
+        np.array([std for std, _ in terms], np.float32), np.array(states, np.uint64).reshape(len(terms), len(names)),
+        np.array(keys, np.uint64) if terms else np.zeros((small.epochs, clients), np.uint64), loss.numpy(),
     )  # fmt: skip
     return loss
 
