@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recleak import kernels
 from recleak.accounting import Entry, ledger
+from recleak.defenses import adaptive_noise
 from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian, Moment, levels_from
 from recleak.defenses.base import Chain, Defense, check, hooks
 from recleak.defenses.clipping import ClipByNorm
@@ -35,7 +36,7 @@ from recleak.training.aggregate import Aggregation
 from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining, Task, Trained, train
 from recleak.training.optimizers import SGD, Adam, Optimizer
-from recleak.update import Update
+from recleak.update import NodeParams, Update
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +159,25 @@ def test_values_are_clipped_and_changes_follow(bound: float, scale: float, start
                 first = first[update.client[place]]
             expected = (first.double() + change.double()).clamp(-bound, bound) - first.double()
             torch.testing.assert_close(got[place].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["one table", "a table of each node"])
+def test_no_bit_depends_on_how_many_rows_are_treated_at_a_time(nodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on whether rows are clipped by the compiled pass (one table) or by torch (nodes)."""
+    parts = PARTS
+    update = with_received(example_update(4, components=parts, max_rows=9, scale=2.0), parts)
+    users = {part.name for part in parts if part.storage == "per_user"}
+    each = {
+        name: value if name in users else value.expand(100, *value.shape) for name, value in update.received.items()
+    }
+    many = replace(update, received=NodeParams(each)) if nodes else update
+    defense, streams = AdaptiveNoise(LEVELS, moment="upload"), Streams.simulated(0, 0, update.client)
+    whole = defense.upload(update, streams)
+    for numbers in (1, 7, 64):
+        monkeypatch.setattr(adaptive_noise, "_NUMBERS", numbers)
+        cut = defense.upload(many, streams)
+        for name, rows in whole.rows.items():
+            assert torch.equal(cut.rows[name], rows)
 
 
 @pytest.mark.parametrize(

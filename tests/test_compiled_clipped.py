@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import kernels_clipped
@@ -253,3 +254,22 @@ def test_noise_is_that_of_dp_sgd_and_of_nothing_else() -> None:
     assert [(std, each.path) for std, each in found] == [(2.0, ("1", "0")), (1.0, ("2",))]
     for other in (Wider(1.0), Halved(), ClippedMeanNoise()):
         assert noise_terms(Chain((DPSGD(1.0), other)), streams) is None
+
+
+def test_an_example_that_is_not_finite_counts_for_nothing() -> None:
+    rng, widths = np.random.default_rng(0), np.array([8, 6, 5, 1])
+    table = rng.normal(size=(9, 4)).astype(np.float32)
+    params = rng.normal(size=(1, 4 + 8 * 6 + 6 + 6 * 5 + 5 + 5 + 1)).astype(np.float32)
+    table[3] = 3e38  # a hidden layer overflows
+
+    def sums(row: list[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        of_rows, of_params = np.zeros_like(table), np.empty_like(params)
+        label, weight = np.ones((1, 4), np.float32), np.array([[0.25] * len(row) + [0.0] * (4 - len(row))], np.float32)
+        rows = np.array([row + [0] * (4 - len(row))])
+        loss = np.zeros(1, np.float32)
+        kernels_clipped.clipped_sums(rows, label, weight, table, params, widths, 0.3, of_rows, of_params, loss)
+        return of_rows, of_params
+
+    for got, expected in zip(sums([1, 3, 2, 5]), sums([1, 2, 5]), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+        assert np.abs(expected).max() > 0.01

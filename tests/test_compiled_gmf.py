@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Chain, Defense
@@ -17,6 +19,7 @@ from recleak.defenses.labels import FakeItems
 from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.proximal import Proximal
 from recleak.defenses.sharing import Share
+from recleak.kernels_gmf import clipped_sums
 from recleak.models.components import Normal, sharing
 from recleak.models.mf import GMF
 from recleak.testing.models import assert_close, assert_equals_loop, ragged, visits
@@ -80,10 +83,25 @@ def test_defenses_before_and_after(defense: Defense) -> None:
         assert_same(one, other)
 
 
-@pytest.mark.parametrize("training", [FULL, KEEP], ids=["fresh", "kept"])
-@pytest.mark.parametrize("defense", [DPSGD(0.0, 0.05), DPSGD(0.7, 0.05), Chain((Share(), DPSGD(0.3, 2.0)))])
+RATES = replace(KEEP, optimizer=Adam(0.05, {"item": 0.01, "user": 0.02, "head.1.weight": 0.03}, keep=True))
+
+
+@pytest.mark.parametrize("training", [FULL, KEEP, RATES], ids=["fresh", "kept", "rates"])
+@pytest.mark.parametrize(
+    "defense",
+    [
+        DPSGD(0.0, 0.05),
+        DPSGD(0.7, 0.05),
+        Chain((Share(), DPSGD(0.3, 2.0))),
+        Chain((DPSGD(0.3, 2.0), Chain((Share(), DPSGD(0.2, 0.05))))),
+    ],
+    ids=["clip", "noise", "chain", "two"],
+)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_clipped_examples_with_noise(training: LocalTraining, defense: Defense, bias: bool) -> None:
+def test_clipped_examples_with_noise(
+    training: LocalTraining, defense: Defense, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(compiled_gmf, "_walk_hooked")  # all is one loop
     model = GMF(5, bias, init=Normal(0.5))
     task, client = Task(model, defense.sharing(model.components()), training, defense, 3), np.arange(0, 24, 3)
     assert compiled_gmf.fits(task, torch.device("cpu"))
@@ -93,6 +111,25 @@ def test_clipped_examples_with_noise(training: LocalTraining, defense: Defense, 
     for one, other in zip(got, expected, strict=True):
         assert_same(one, other)
     assert len(got[0].update.item) == 24 * len(client), "every row is sent"
+
+
+def test_an_example_that_is_not_finite_counts_for_nothing() -> None:
+    rng = np.random.default_rng(0)
+    table, vectors = rng.normal(size=(6, 5)).astype(np.float32), rng.normal(size=(2, 1, 5)).astype(np.float32)
+    table[3] = 3e38
+
+    def sums(row: list[int]) -> list[NDArray[np.float32]]:
+        out = [np.zeros(shape, np.float32) for shape in ((6, 5), (1, 5), (1, 5), (1,))]
+        label, offset = np.ones(len(row), np.float32), np.array([0, len(row)])
+        clipped_sums(
+            np.array(row), label, offset, table, *vectors, np.ones(1, np.float32), True, 0.3, *out,
+            np.zeros(1, np.float32),
+        )  # fmt: skip
+        return out
+
+    for got, expected in zip(sums([1, 3, 2]), sums([1, 2]), strict=True):
+        np.testing.assert_array_equal(got, expected)
+        assert np.abs(expected).max() > 0.01
 
 
 @pytest.mark.parametrize(

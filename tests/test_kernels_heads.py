@@ -128,11 +128,15 @@ def test_rows_move_along_their_line_to_the_side_of_the_own_items() -> None:
 
 
 def test_the_head_is_read_once_if_it_was_not_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    knowledge, received, update, _, expected = scene(MODELS["two"])
-    both = alignment.aligned(knowledge, received, update, expected)
+    knowledge, received, update, own, expected = scene(MODELS["two"])
     bare = replace(update, values={})
+    for before, after in zip(
+        *(alignment.projections(knowledge, received, bare, own, expected, uploaded=each) for each in (False, True)),
+        strict=True,
+    ):
+        assert torch.equal(before, after)
     once = alignment.aligned(knowledge, received, bare, expected)
-    assert not torch.equal(both, once)
+    assert not torch.equal(alignment.aligned(knowledge, received, update, expected), once)
     read, real = [], alignment.projections
 
     def counted(*args: Any, uploaded: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,6 +146,16 @@ def test_the_head_is_read_once_if_it_was_not_uploaded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(alignment, "projections", counted)
     assert torch.equal(alignment.aligned(knowledge, received, bare, expected), once)
     assert read == [False]
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_lines_of_very_small_and_large_movements(size: float) -> None:
+    knowledge, received, update, own, expected = scene(MF(6))
+    usual, scaled = (
+        alignment.projections(knowledge, received, each, own, expected, uploaded=False)[0]
+        for each in (update, replace(update, rows={"item": size * update.rows["item"]}))
+    )
+    torch.testing.assert_close(scaled / size, usual, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

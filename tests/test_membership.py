@@ -415,6 +415,22 @@ def test_calibrated_probabilities_are_those_of_a_bisection(spread: float) -> Non
         np.testing.assert_allclose(found[owner == client], special.expit(mine + low).clip(1e-30), rtol=1e-9, atol=1e-12)
 
 
+def test_a_calibrated_client_does_not_depend_on_others() -> None:
+    rng = np.random.default_rng(1)
+    size = rng.integers(1, 60, 300)
+    owner = torch.from_numpy(np.repeat(np.arange(300), size))
+    odds = torch.from_numpy((10 * rng.normal(size=len(owner))).astype(np.float32))
+    odds[owner < 20] = 0.0  # right from the start
+    expected = torch.from_numpy(rng.random(300) * size)
+    together = calibrated(odds, owner, expected)
+    for client in range(0, 300, 7):
+        mine = owner == client
+        alone = calibrated(odds[mine], torch.zeros(int(mine.sum()), dtype=torch.int64), expected[client : client + 1])
+        torch.testing.assert_close(
+            alone, together[mine], rtol=1e-11, atol=0
+        )  # vector instructions have other last bits
+
+
 @pytest.mark.parametrize(("p", "n_items"), [(1, 100), (6, 100), (15, 100), (40, 100), (90, 1000)])
 def test_expected_positives_inverts_a_simulation(p: int, n_items: int) -> None:
     """p own items and 4 p negatives with replacement, as `data.sampling` draws them."""

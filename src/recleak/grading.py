@@ -173,7 +173,7 @@ def _reversed(score: NDArray[np.float64], user: NDArray[np.int64]) -> NDArray[np
     """The scores the other way round; users of whom nothing was heard, all of whose scores are 0, stay the last."""
     who, place = np.unique(user, return_inverse=True)
     heard = np.bincount(place, score != 0, len(who))[place] > 0
-    return np.where(heard, -score, -score[heard].max(initial=0.0) - 1)
+    return np.where(heard, -score, np.nextafter(-score[heard].max(initial=0.0), -np.inf))
 
 
 def _check_shape(question: WhichItems, answer: Tensor) -> None:

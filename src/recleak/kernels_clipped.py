@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recleak import draws
+from recleak.draws import U64
 from recleak.kernels import F32, I64, _adam_parts, _forward, _layout, adam_numbers, compiled
 from recleak.kernels_gcn import _length
 
-U64 = NDArray[np.uint64]
 F64 = NDArray[np.float64]
 
-_SLACK = 1 - 2.0**-22  # as in `defenses.clipping`: roundings to float32 never lift a clipped norm above the bound
+_SLACK = 1 - 2.0**-22  # as in `defenses.clipping`, for what roundings to float32 add
 _ROWS = 64  # of a table at a time, so that noise goes from the innermost cache into Adam
 
 
@@ -202,7 +202,7 @@ def _scratch(batch: int, widths: I64) -> tuple[F32, F32, F32, F32, F64, F64]:
 @compiled
 def _clipped(
     params: F32,  # f32[P]
-    item: F32,  # f32[n, d]
+    item: F32,  # f32[n, d]: a copy; rows of examples that are not finite become 0
     label: F32,  # f32[B]
     weight: F32,  # f32[B]
     widths: I64,
@@ -244,6 +244,12 @@ def _clipped(
     _add_squares(here, item, constant, squared)
     _add_squares(both, both[:, :0], 1.0, squared)
     _shrinkage(squared, bound, factor, n)
+    for i in range(n):
+        if factor[i] == 0:  # not finite: nothing of it may enter a product
+            item[i] = 0
+            for layer in range(1, layers):
+                m, place = widths[layer], places[layer - 1]
+                hidden[place + i * m : place + (i + 1) * m] = 0
     _scale_scores(last, slope, factor, gradient[starts[layers - 1] :])
     for layer in range(layers - 2, -1, -1):
         k, m, at, place = widths[layer], widths[layer + 1], starts[layer], places[layer]

@@ -5,7 +5,7 @@ Axis letters: C clients, E examples and N item rows of all clients, K kept rows 
 
 from __future__ import annotations
 
-from math import exp, log1p, sqrt
+from math import exp, isfinite, log1p, sqrt
 
 import numpy as np
 
@@ -154,6 +154,8 @@ def _clipped(
         for j in range(d):
             norm += (head[j] * user[j]) ** 2 + (head[j] * q[j]) ** 2 + (user[j] * q[j]) ** 2
         norm = abs(slope) * sqrt(norm)
+        if not isfinite(norm):  # it counts for nothing
+            continue
         slope *= min(1.0, clip / norm) if norm > 0 else 1.0
         mine = of_rows[row[e] - begin]
         for j in range(d):

@@ -410,14 +410,22 @@ def _of_any_model(
 
 
 def _along_line(update: Update, expected: Tensor) -> Tensor:
-    """Movements of rows along the line along which most of their client's move, f32[N]; own items are above 0."""
+    """Movements of rows along the line along which most of their client's move, f32[N].
+
+    Own items are taken to be on the side that has so many rows as are expected.
+    """
     moved = _flat(update.rows)  # f32[N, d]
     each = torch.split(moved, update.offset.diff().tolist())
-    scatter = torch.stack([rows.T @ rows for rows in each])  # f32[C, d, d]
+    scatter = torch.stack([unit.T @ unit for unit in map(_scaled, each)])  # f32[C, d, d]
     line = torch.linalg.eigh(scatter.double()).eigenvectors[:, :, -1].float()
     along = torch.cat([rows @ mine for rows, mine in zip(each, line, strict=True)])
     up, down = ((_sum((sign * along > 0).float(), update) - expected).abs() for sign in (1, -1))  # f32[C] each
     return torch.where((up <= down)[update.owner], along, -along)
+
+
+def _scaled(rows: Tensor) -> Tensor:
+    """Rows over the largest of their numbers, so that no square is too large or too small for float32."""
+    return rows / rows.abs().max().clamp(min=_TINY) if len(rows) else rows
 
 
 def _split(score: Tensor, update: Update, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -218,16 +218,17 @@ def calibrated(odds: Tensor, owner: Tensor, expected: Tensor) -> Tensor:
     count = summed(torch.ones_like(wide))
     target = torch.minimum(expected.double(), count)
     low, high = torch.full_like(target, -_WIDEST), torch.full_like(target, _WIDEST)
-    shift = (target / count).logit().clamp(-_WIDEST, _WIDEST)  # right if all odds are even
+    shift = (target / count).logit().clamp(-_WIDEST, _WIDEST)  # right if all odds are even, or if it is none or all
+    settled = (target <= 0) | (target >= count)  # what is found stays, so that clients do not depend on each other
     for _ in range(60):  # Newton's method, within a bracket that gets smaller: outside of it, its middle
         chance = torch.sigmoid(wide + shift[owner])
         more = target - summed(chance)
         low, high = torch.where(more > 0, shift, low), torch.where(more > 0, high, shift)
         step = shift + more / summed(chance * (1 - chance))
-        step = torch.where((step > low) & (step < high), step, (low + high) / 2)
-        step = torch.where((target > 0) & (target < count), step, shift)  # none, or all: at the end already
-        moved, shift = (step - shift).abs(), step
-        if not bool((moved > 1e-12).any()):
+        settled |= (step - shift).abs() <= 1e-12
+        inside = torch.where((step > low) & (step < high), step, (low + high) / 2)
+        shift = torch.where(settled, shift, inside)
+        if bool(settled.all()):
             break
     return torch.sigmoid(wide + shift[owner]).clamp(min=_LEAST)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import get_args
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.defenses.base import Chain, Defense, hooks
@@ -139,6 +141,18 @@ def noise_terms(defense: Defense, streams: Streams) -> tuple[tuple[float, Stream
     if type(defense) is DPSGD:
         return ((defense.noise_multiplier * defense.clip, streams),) if defense.noise_multiplier else ()
     return None if hooks(defense) & {"batch_sum", "gradient"} else ()
+
+
+def noise_keys(
+    terms: tuple[tuple[float, Streams], ...], streams: Streams, names: tuple[str, ...], steps: int
+) -> tuple[NDArray[np.float32], NDArray[np.uint64], NDArray[np.uint64]]:
+    """For compiled loops that draw the noise of `noise_terms` as the hook does: the standard deviations, f32[T]; what
+    draws for each component begin with, u64[T, components]; and the keys of clients at each step, u64[steps, C].
+    """
+    scale = np.array([std for std, _ in terms], np.float32)
+    state = np.array([[each.state("normal", name) for name in names] for _, each in terms], np.uint64)
+    keys = [streams.at(step).key for step in range(steps)] if terms else np.zeros((steps, streams.n_clients))
+    return scale, state.reshape(len(terms), len(names)), np.array(keys, np.uint64)
 
 
 def _with_noise(update: Update, std: float, streams: Streams) -> Update:

@@ -116,7 +116,8 @@ class Run:
 
 def plan(results: Results, cells: Iterable[str], seeds: int) -> list[Run]:
     """The runs that are missing: seed 0 of everything before seed 1, each in the order in which cells need it, but
-    those that need another run come after those that need none: then what they need is there, side by side too.
+    those that need another run come after those that need none. Side by side, one may begin before what it needs has
+    ended; it then measures that itself.
     """
     paper = results.paper
     asked: dict[str, tuple[Question, set[str]]] = {}

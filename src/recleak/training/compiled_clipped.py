@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recleak import kernels_clipped
-from recleak.defenses.dp_sgd import noise_terms
+from recleak.defenses.dp_sgd import noise_keys, noise_terms
 from recleak.training.optimizers import Adam
 from recleak.training.perceptron import Perceptron, perceptron_of
 from recleak.update import Update
@@ -30,11 +30,11 @@ def walk_clipped(visit: Visit) -> Tensor | None:
     terms = noise_terms(visit.task.defense, visit.streams.within("batch_sum"))
     if head is None or bound is None or terms is None or not isinstance(adam, Adam) or adam.accumulate:
         return None
-    if visit.used & {"penalty", "epoch"} or (terms and visit.streams.key is None):  # drawn by the operating system
+    if visit.used & {"penalty", "epoch"}:
+        return None
+    if terms and visit.streams.key is None:  # noise is drawn by the operating system
         return None
     clients, steps = len(visit.client), len(visit.plan.active)
-    keys = [visit.streams.at(step).key for step in range(steps if terms else 0)]
-    states = [[streams.state("normal", name) for name in (*head.names, head.item)] for _, streams in terms]
     flat = [head.flat(visit.values)]
     flat += [head.flat({name: visit.moments[name][n] for name in head.names}) for n in range(len(adam.moments))]
     loss = torch.empty(clients)
@@ -56,9 +56,7 @@ def walk_clipped(visit: Visit) -> Tensor | None:
         adam.epsilon,
         adam.weight_decay,
         bound,
-        np.array([std for std, _ in terms], np.float32),
-        np.array(states, np.uint64).reshape(len(terms), len(head.names) + 1),
-        np.array(keys, np.uint64) if terms else np.zeros((steps, clients), np.uint64),
+        *noise_keys(terms, visit.streams, (*head.names, head.item), steps),
         loss.numpy(),
     )
     values, *moments = (head.parts(each, visit.values) for each in flat)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak.defenses.base import Defense, hooks
-from recleak.defenses.dp_sgd import noise_terms
+from recleak.defenses.dp_sgd import noise_keys, noise_terms
 from recleak.kernels_gmf import (
     adam_step,
     clipped_sums,
@@ -235,8 +235,6 @@ def _walk_noisy(
     if bound is None or terms is None or (terms and streams.key is None):
         return None
     clients, names = len(data.client), ("item", *_PARTS)
-    keys = [streams.at(step).key for step in range(small.epochs if terms else 0)]
-    states = [[each.state("normal", name) for name in names] for _, each in terms]
     loss = torch.empty(clients)
     ends = whole.offset.numpy()
     noisy_visits(
@@ -245,8 +243,7 @@ def _walk_noisy(
         _BIAS in small.values, small.steps.numpy(), small.epochs,
         np.array([learning_rate(adam, name) for name in names], np.float32),
         adam.beta1, adam.beta2, adam.epsilon, bound,
-        np.array([std for std, _ in terms], np.float32), np.array(states, np.uint64).reshape(len(terms), len(names)),
-        np.array(keys, np.uint64) if terms else np.zeros((small.epochs, clients), np.uint64), loss.numpy(),
+        *noise_keys(terms, streams, names, small.epochs), loss.numpy(),
     )  # fmt: skip
     return loss
 
