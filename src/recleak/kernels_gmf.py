@@ -163,7 +163,8 @@ def _clipped(
             of_user[j] += slope * head[j] * q[j]
             of_head[j] += slope * user[j] * q[j]
         of_bias[0] += slope
-    return total / row.shape[0]
+    mean: float = total / row.shape[0]
+    return mean
 
 
 @compiled
