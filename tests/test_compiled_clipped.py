@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,8 +123,8 @@ def test_models(model: Model, defense: Defense, training: LocalTraining, calls: 
     ],
     ids=str,
 )
-def test_training(change: dict[str, object], calls: list[str]) -> None:
-    compare(MODELS["deep ncf"], replace(FRESH, **change), NOISY)  # type: ignore[arg-type]
+def test_training(change: dict[str, Any], calls: list[str]) -> None:
+    compare(MODELS["deep ncf"], replace(FRESH, **change), NOISY)
     assert set(calls) == {"noisy_visits"}
 
 
