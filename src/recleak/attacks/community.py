@@ -66,6 +66,7 @@ _FEW = 100  # targets that it is fitted to
 TINY = 1e-12
 _DENSE = 0.01  # the share of targets among all items above which a matrix product is faster
 _FOUND = WeakIdKeyDictionary()  # the places of targets, as long as these are in use
+_FITS = WeakIdKeyDictionary()  # of targets and a seed: what vectors are fitted to
 WEIGHT, _BIAS = "head.1.weight", "head.1.bias"  # of GMF
 
 
@@ -554,13 +555,8 @@ def fitted(knowledge: Knowledge, params: Params, seed: int, before: Params | Non
     """
     if knowledge.model.needs_transitions:
         return fitted_to_transitions(knowledge, params, seed)
-    some = _some(targets_of(knowledge), seed)
-    item, inside = _padded(some)
-    adversary = np.arange(len(item))
-    lot = random.below(knowledge.n_items, seed, "random items", adversary[:, None], np.arange(item.shape[1]))
-    what = torch.cat([item, torch.from_numpy(lot)], 1)  # i64[A, 2t]
-    label = torch.cat([inside, torch.zeros_like(inside)], 1).float()
-    weight = torch.cat([inside, inside], 1) / inside.sum(1, keepdim=True).clamp(min=1)
+    what, label, weight = _examples(targets_of(knowledge), seed)
+    adversary = np.arange(len(what))
     own = {
         part.name: (before[part.name] if before else _drawn(part, adversary, seed)).clone().requires_grad_()
         for part in _kept(knowledge)
@@ -568,7 +564,7 @@ def fitted(knowledge: Knowledge, params: Params, seed: int, before: Params | Non
     fixed = {
         part.name: params[part.name][what]
         if part.storage == "per_item"
-        else params[part.name].expand(len(item), *part.shape)
+        else params[part.name].expand(len(what), *part.shape)
         for part in knowledge.components
         if part.shared
     }
@@ -580,6 +576,22 @@ def fitted(knowledge: Knowledge, params: Params, seed: int, before: Params | Non
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {name: value.detach() for name, value in own.items()}
+
+
+def _examples(targets: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What the vector of each adversary is fitted to: some targets and as many random items, i64[A, 2t], f32[A, 2t]
+    their labels and f32[A, 2t] how much each counts. The same in all rounds, so found once for each tensor and seed.
+    """
+    found = _FITS.setdefault(targets, {})
+    if seed not in found:
+        item, inside = _padded(_some(targets, seed))
+        place = np.arange(len(item))[:, None], np.arange(item.shape[1])
+        lot = random.below(targets.shape[1], seed, "random items", *place)
+        what = torch.cat([item, torch.from_numpy(lot)], 1)
+        label = torch.cat([inside, torch.zeros_like(inside)], 1).float()
+        found[seed] = what, label, torch.cat([inside, inside], 1) / inside.sum(1, keepdim=True).clamp(min=1)
+    examples: tuple[Tensor, Tensor, Tensor] = found[seed]
+    return examples
 
 
 def _some(targets: Tensor, seed: int) -> Tensor:
