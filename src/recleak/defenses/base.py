@@ -443,6 +443,15 @@ def parts_of(defense: Defense) -> Iterator[Defense]:
         yield defense
 
 
+def parts_with_streams(defense: Defense, streams: Streams) -> Iterator[tuple[Defense, Streams]]:
+    """The same, each part with the streams that it gets if the whole gets `streams`."""
+    if type(defense) is Chain:
+        for position, part in enumerate(defense.defenses):
+            yield from parts_with_streams(part, streams.within(str(position)))
+    else:
+        yield defense, streams
+
+
 def check(defense: Defense, components: tuple[Component, ...]) -> None:
     """An error if a defense names a component that the model does not have, or one that stays where it is anyway.
 

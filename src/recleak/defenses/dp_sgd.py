@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recleak.defenses.base import Chain, Defense, hooks
+from recleak.defenses.base import Defense, hooks, parts_with_streams
 from recleak.defenses.noise import Rows
 from recleak.defenses.spending import NoGuarantee, NoisyGradients, Spending
 from recleak.epsilon import noise_multiplier_for
@@ -130,17 +130,13 @@ def noise_terms(defense: Defense, streams: Streams) -> tuple[tuple[float, Stream
 
     `streams` are those that the hook `batch_sum` gets. A subclass may compute something else, so it is another kind.
     """
-    if type(defense) is Chain:
-        terms: tuple[tuple[float, Streams], ...] = ()
-        for position, part in enumerate(defense.defenses):
-            more = noise_terms(part, streams.within(str(position)))
-            if more is None:
-                return None
-            terms += more
-        return terms
-    if type(defense) is DPSGD:
-        return ((defense.noise_multiplier * defense.clip, streams),) if defense.noise_multiplier else ()
-    return None if hooks(defense) & {"batch_sum", "gradient"} else ()
+    terms: list[tuple[float, Streams]] = []
+    for part, own in parts_with_streams(defense, streams):
+        if type(part) is DPSGD:
+            terms += [(part.noise_multiplier * part.clip, own)] if part.noise_multiplier else []
+        elif hooks(part) & {"batch_sum", "gradient"}:
+            return None
+    return tuple(terms)
 
 
 def noise_keys(

@@ -16,7 +16,7 @@ import torch
 from scipy import special
 from torch import Tensor
 
-from recleak.defenses.base import Chain, Defense, hooks
+from recleak.defenses.base import Defense, hooks, parts_with_streams
 from recleak.defenses.spending import NoGuarantee, Spending
 from recleak.streams import Streams
 from recleak.update import Update
@@ -103,17 +103,13 @@ def linear_terms(defense: Defense, streams: Streams) -> tuple[tuple[ObjectivePer
 
     `streams` are those that the hook gets. A subclass may compute something else, so it is of another kind.
     """
-    if type(defense) is Chain:
-        terms: tuple[tuple[ObjectivePerturbation, Streams], ...] = ()
-        for position, part in enumerate(defense.defenses):
-            more = linear_terms(part, streams.within(str(position)))
-            if more is None:
-                return None
-            terms += more
-        return terms
-    if type(defense) is ObjectivePerturbation:
-        return ((defense, streams),) if defense.epsilon < inf else ()
-    return None if "gradient" in hooks(defense) else ()
+    terms: list[tuple[ObjectivePerturbation, Streams]] = []
+    for part, own in parts_with_streams(defense, streams):
+        if type(part) is ObjectivePerturbation:
+            terms += [(part, own)] if part.epsilon < inf else []
+        elif "gradient" in hooks(part):
+            return None
+    return tuple(terms)
 
 
 def radial(update: Update, name: str, streams: Streams) -> Tensor:
