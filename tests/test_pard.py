@@ -100,6 +100,27 @@ def test_who_is_known_and_who_is_graded() -> None:
     assert np.array_equal(shown[public], classes_of(made.train, "gender")[0][public])
 
 
+def test_users_choose_what_is_protected_and_are_graded_apart() -> None:
+    usual = pard.setting({**RUN, "method": "uc-fedrec"}, "as-written", 0)
+    made = pard.setting({**RUN, "method": "uc-fedrec", "consent": 0.25}, "as-written", 0)
+    public, gender, age = (
+        made.attributes.public.numpy(),
+        *(made.attributes.protected[name].numpy() for name in ("gender", "age")),
+    )
+    assert not (gender & public).any()
+    assert gender[~public].mean() == pytest.approx(0.75, abs=0.05)
+    assert (gender != age).any()  # each attribute for itself
+    asks: list[dict[str, pard.Scalar]] = [
+        {"attribute": "gender", "among": which} for which in ("all", "protected", "consenting")
+    ]
+    everybody, protected, consenting = (made.among(ask) for ask in asks)
+    assert np.array_equal(protected, gender & everybody)
+    assert np.array_equal(consenting, ~gender & everybody)
+    assert np.array_equal(usual.among(asks[1]), everybody)  # nothing is said: all but the insensitive users
+    with pytest.raises(NotFoundError, match="among"):
+        made.among({"attribute": "gender", "among": "friends"})
+
+
 @pytest.mark.parametrize(
     ("method", "model", "sent"),
     [

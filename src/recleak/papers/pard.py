@@ -151,6 +151,21 @@ class Setting:
         known: NDArray[np.bool_] = np.isin(np.arange(len(public)), more)
         return known
 
+    def among(self, ask: Mapping[str, Scalar]) -> NDArray[np.bool_]:
+        """Of whom a guess is graded, bool[U]: of users who are not public, have items, and whose attribute the server
+        does not know; `among` "protected" or "consenting": of those who want the attribute protected, or do not.
+        """
+        users = (self.train.activity > 0) & ~self.known(ask) & ~self.attributes.public.numpy()
+        which = ask.get("among", "all")
+        if which == "all":
+            return users
+        if which not in ("protected", "consenting"):
+            raise unknown_name("among", str(which), ("all", "protected", "consenting"))
+        said = self.attributes.protected.get(str(ask["attribute"]))
+        wants = np.ones(len(users), bool) if said is None else said.numpy()
+        chosen: NDArray[np.bool_] = users & (wants if which == "protected" else ~wants)
+        return chosen
+
     def knowledge(self, ask: Mapping[str, Scalar] | None = None) -> Knowledge:
         """What the curious server knows (section II-B); an oracle is told everybody's items."""
         public = {"popularity": torch.from_numpy(self.train.popularity.astype(np.float32))}
@@ -197,6 +212,8 @@ def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
     names = [each for each in ATTRIBUTES.get(name, ("age", "gender")) if each in data.attributes]
     public = insensitive(data.n_users, float(run.get("eta", 0.2)), seed)
     attributes = attributes_of(split.train, names, public)
+    if "consent" in run:
+        attributes = replace(attributes, protected=_protected(public, names, float(run["consent"]), seed))
     classes = {each: len(classes_of(split.train, each)[1]) for each in names}
     code = variant == CODE
     model = _model(run, base, method, code)
@@ -205,6 +222,16 @@ def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
     rounds = int(run.get("rounds", ROUNDS))
     tuned = method == "pfedrec"
     return Setting(split, model, defense, local, attributes, name, method, variant, seed, rounds, tuned)
+
+
+def _protected(public: Tensor, names: Sequence[str], consent: float, seed: int) -> dict[str, Tensor]:
+    """Who wants which attribute protected, bool[U] each: of the users who are not public, all but a share of `consent`,
+    drawn for each attribute.
+    """
+    users = np.arange(len(public))
+    return {
+        name: torch.from_numpy(random.uniform(seed, f"consent to {name}", users) >= consent) & ~public for name in names
+    }
 
 
 def thinned(data: Interactions, count: int, seed: int) -> Interactions:

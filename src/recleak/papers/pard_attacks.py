@@ -131,8 +131,7 @@ def graded(
         return _communities(made, tap)
     attribute = str(ask["attribute"])
     label, names = classes_of(made.train, attribute)
-    everybody = made.train.activity > 0
-    graded = np.flatnonzero(everybody & (label >= 0) & ~made.known(ask) & ~made.attributes.public.numpy())
+    graded = np.flatnonzero(made.among(ask) & (label >= 0))
     question = WhichAttribute(torch.from_numpy(graded), attribute, tuple(names))
     answer = _answer(made, ask, tap, kept, question)
     own, guess = label[graded], answer.argmax(axis=1)
