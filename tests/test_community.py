@@ -12,16 +12,10 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import (
-    UNSEEN,
-    PeerCommunity,
-    Scoring,
-    ServerCommunity,
-    Vector,
-    _totals,
-    fitted,
-)
+from recleak.attacks.community import UNSEEN, PeerCommunity, Scoring, ServerCommunity
 from recleak.attacks.community_items import PeerCommunityThroughItems, _of_moved_rows
+from recleak.attacks.community_targets import totals
+from recleak.attacks.community_vectors import Vector, fitted
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
 from recleak.defenses.sharing import Share, ShareLess
@@ -255,8 +249,8 @@ def test_sums_over_few_or_many_targets(share: float) -> None:
     targets = (torch.rand(7, 3000, generator=draw) < share).float()
     targets[3] = 0
     value = torch.randn(5, 3000, generator=draw)
-    torch.testing.assert_close(_totals(targets, value), targets @ value.T, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(_totals(targets, value[:0]), torch.zeros(7, 0))
+    torch.testing.assert_close(totals(targets, value), targets @ value.T, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(totals(targets, value[:0]), torch.zeros(7, 0))
 
 
 def test_mean_chances_are_those_of_sigmoids() -> None:

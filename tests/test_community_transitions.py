@@ -17,7 +17,8 @@ from torch import Tensor
 from recleak import random
 from recleak.attacks import transitions
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import UNSEEN, PeerCommunity, Scoring, ServerCommunity, Vector
+from recleak.attacks.community import UNSEEN, PeerCommunity, Scoring, ServerCommunity
+from recleak.attacks.community_vectors import Vector
 from recleak.data import store
 from recleak.data.interactions import Interactions
 from recleak.data.sequences import Transitions

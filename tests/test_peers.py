@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recleak.attacks.base import Attack, Knowledge, WhichAttribute, WhichItems
-from recleak.attacks.community import colluding
+from recleak.attacks.community_targets import colluding
 from recleak.attacks.membership import calibrated
 from recleak.attacks.moved import moved_rows
 from recleak.attacks.peers import (

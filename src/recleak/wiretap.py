@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recleak.attacks.base import WhoBelongs
-from recleak.attacks.community import colluding
+from recleak.attacks.community_targets import colluding
 from recleak.cells import Ask
 from recleak.errors import RecleakError
 from recleak.grading import grade_communities, grade_holders

@@ -35,38 +35,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from recleak import random
 from recleak.attacks.base import Knowledge, State, WhoBelongs
-from recleak.attacks.transitions import fitted as fitted_to_transitions
+from recleak.attacks.community_targets import groups_of, jaccard, mean_items, padded, places_of, targets_of, totals
+from recleak.attacks.community_vectors import FITTED, TOLD, Vector, fitted, kept_parts, nothing_known, vectors_for
 from recleak.attacks.transitions import of_changes, of_models
 from recleak.errors import ConfigError
-from recleak.kernels_gmf import score_changed, score_items, score_pairs, standardize_pairs, sum_targets
-from recleak.models.base import Batch, Params
-from recleak.models.components import Component
+from recleak.kernels_gmf import score_changed, score_items, score_pairs, standardize_pairs
+from recleak.models.base import Params
 from recleak.models.mf import GMF
 from recleak.update import Update
 from recleak.wire import Broadcast, Disclosure, PeerMessage, Peers, Server, ServerMessage, Upload
 
 Scoring = Literal["confidence", "calibrated", "standardized", "jaccard", "ndcg", "random", "activity"]
-Vector = Literal["sent", "told", "mean", "fitted"]
 Keeping = Literal["latest", "best"]
 
 UNSEEN = float("-inf")  # the score of who never sent anything
-_RECEIVED, _TOLD, _FITTED = "received/", "told/", "fitted/"  # before the names of components in the state
+_RECEIVED = "received/"  # before the names of components in the state
 _SAMPLE = 200  # random items whose mean stands for that of all
 NUMBERS = 1 << 24  # of gathered parameters at a time
-_STEPS, _AGAIN, _RATE = 60, 10, 0.1  # of fitting a vector: the first time, and from round to round
-_FEW = 100  # targets that it is fitted to
 TINY = 1e-12
-_DENSE = 0.01  # the share of targets among all items above which a matrix product is faster
-_FOUND = WeakIdKeyDictionary()  # the places of targets, as long as these are in use
-_FITS = WeakIdKeyDictionary()  # of targets and a seed: what vectors are fitted to
 WEIGHT, _BIAS = "head.1.weight", "head.1.bias"  # of GMF
 
 
@@ -100,9 +91,9 @@ class _Community:
     def _listened(self, knowledge: Knowledge, state: State, message: Disclosure) -> State:
         """The state with what users tell about what they keep."""
         told = dict(state)
-        for part in _kept(knowledge):
+        for part in kept_parts(knowledge):
             if part.name in message.values:
-                name = _TOLD + part.name
+                name = TOLD + part.name
                 before = told.get(name, torch.full((knowledge.n_users, *part.shape), float("nan")))
                 told[name] = before.index_copy(0, message.client, message.values[part.name])
         return told
@@ -111,11 +102,11 @@ class _Community:
         """What models lack; None if nothing was told yet. Who guesses needs none."""
         if self.scoring in ("random", "activity"):
             return {}
-        return _vectors(self._way(knowledge), knowledge, state, own, m)
+        return vectors_for(self._way(knowledge), knowledge, state, own, m)
 
     def _way(self, knowledge: Knowledge) -> Vector:
         """Whose vectors are used: what is sent is."""
-        return self.vector if _kept(knowledge) else "sent"
+        return self.vector if kept_parts(knowledge) else "sent"
 
     def keeping(self, state: State, adversary: Tensor, sender: Tensor, score: Tensor) -> State:
         """The state with new scores, i64[k], i64[k], f32[k]: the last of a pair, or the best."""
@@ -160,19 +151,19 @@ class _Community:
             return torch.stack([self._ndcg(logits, mine, a) for a, mine in enumerate(targets)])[adversary, model]
         if "excluded" in knowledge.public:
             counts = 1 - knowledge.public["excluded"][sender]  # f32[m, I]: items that count
-            size = _totals(targets, counts).clamp(min=1)  # f32[A, m]
+            size = totals(targets, counts).clamp(min=1)  # f32[A, m]
         else:
             counts, size = logits.new_ones(()), targets.sum(1, keepdim=True).clamp(min=1)  # f32[A, 1]
         match self.scoring:
             case "confidence":
-                score = _totals(targets, torch.sigmoid(logits) * counts) / size
+                score = totals(targets, torch.sigmoid(logits) * counts) / size
             case "calibrated":
                 chance = torch.sigmoid(logits)
-                score = _totals(targets, chance * counts) / size - chance.mean(1)
+                score = totals(targets, chance * counts) / size - chance.mean(1)
             case "standardized":
-                score = (_totals(targets, logits * counts) / size - logits.mean(1)) / logits.std(1).clamp(min=TINY)
+                score = (totals(targets, logits * counts) / size - logits.mean(1)) / logits.std(1).clamp(min=TINY)
             case "jaccard":
-                score = _jaccard(targets, _claimed(knowledge, logits) * counts, size)
+                score = jaccard(targets, _claimed(knowledge, logits) * counts, size)
         return score[adversary, model]
 
     def _of_all_items(
@@ -189,7 +180,7 @@ class _Community:
                 out[pair] = self._ndcg(logits, targets[a], a)
             else:
                 mine = targets[a : a + 1]
-                out[pair] = _jaccard(mine, _claimed(knowledge, logits), mine.sum(1, keepdim=True).clamp(min=1))[0]
+                out[pair] = jaccard(mine, _claimed(knowledge, logits), mine.sum(1, keepdim=True).clamp(min=1))[0]
         return out
 
     def _of_pairs(
@@ -203,7 +194,7 @@ class _Community:
         beside = sample if self.scoring != "confidence" else sample[:0]
         if type(knowledge.model) is GMF and set(vectors) == {"user"}:
             return self._of_pairs_compiled(models, vectors["user"], targets, beside, adversary, model)
-        item, inside = _padded(targets)  # i64[A, t], bool[A, t]
+        item, inside = padded(targets)  # i64[A, t], bool[A, t]
         out = torch.full((len(adversary),), UNSEEN)
         size = sum(models[name][0, 0].numel() for name in tables) if len(model) else 1
         for some in _similar(inside.sum(1)[adversary], len(beside), size):
@@ -216,7 +207,7 @@ class _Community:
             }
             params |= {name: value[who] for name, value in vectors.items()}
             with torch.no_grad():
-                logits = knowledge.model.logits(params, _nothing_known(*what.shape))  # f32[k, B]
+                logits = knowledge.model.logits(params, nothing_known(*what.shape))  # f32[k, B]
             out[some] = self._of_targets(logits, inside[who, :wide])
         return out
 
@@ -224,7 +215,7 @@ class _Community:
         self, models: Params, vector: Tensor, targets: Tensor, sample: Tensor, adversary: Tensor, model: Tensor
     ) -> Tensor:
         """The same for generalized matrix factorization."""
-        item, offset = _places(targets)
+        item, offset = places_of(targets)
         head, out = models[WEIGHT].squeeze(-1), torch.empty(len(adversary))
         bias = models[_BIAS].squeeze(-1) if _BIAS in models else torch.zeros(len(head))
         table = models["item"]
@@ -278,11 +269,9 @@ class ServerCommunity(_Community):
             kept = {name: value for name, value in state.items() if not name.startswith(_RECEIVED)}
             kept |= {_RECEIVED + name: value.clone() for name, value in message.params.items()}
             if self._way(knowledge) == "fitted":
-                before = {
-                    name.removeprefix(_FITTED): value for name, value in state.items() if name.startswith(_FITTED)
-                }
+                before = {name.removeprefix(FITTED): value for name, value in state.items() if name.startswith(FITTED)}
                 found = fitted(knowledge, message.params, self.seed, before)
-                kept |= {_FITTED + name: value for name, value in found.items()}
+                kept |= {FITTED + name: value for name, value in found.items()}
             return kept
         if not isinstance(message, Upload):
             return state
@@ -389,80 +378,9 @@ class PeerCommunity(_Community):
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def targets_of(knowledge: Knowledge) -> Tensor:
-    """What marks the community of each adversary, f32[A, I]."""
-    if "targets" not in knowledge.public:
-        raise ConfigError(
-            "The attack needs target items, got none: give public={'targets': f32[A, I]}, 1 for a target."
-        )
-    return knowledge.public["targets"]
-
-
-def groups_of(knowledge: Knowledge) -> Tensor:
-    """The nodes of each adversary, bool[A, nodes]."""
-    if "groups" not in knowledge.public:
-        raise ConfigError(
-            "The attack needs to know who is in it, got no groups: give public={'groups': bool[A, nodes]}."
-        )
-    groups, targets = knowledge.public["groups"], knowledge.public.get("targets")
-    if targets is not None and len(groups) != len(targets):
-        raise ConfigError(f"Got {len(groups)} groups and targets for {len(targets)}, expected as many.")
-    return groups
-
-
-def colluding(n_users: int, share: float, seed: int, leader: Tensor | None = None) -> Tensor:
-    """Every node as an adversary, or the given ones, i64[A], with a random share of all nodes beside it, bool[A, U]."""
-    leader = torch.arange(n_users) if leader is None else leader
-    groups = torch.zeros(len(leader), n_users, dtype=torch.bool)
-    groups[torch.arange(len(leader)), leader] = True
-    count = round(share * n_users)
-    if count:
-        lot = random.bits(seed, "colluders", leader.numpy()[:, None], np.arange(n_users)).argsort(1)
-        groups.scatter_(1, torch.from_numpy(lot[:, :count].copy()), True)
-    return groups
-
-
-def mean_items(knowledge: Knowledge) -> int:
-    """How many items clients have on average."""
-    if "popularity" not in knowledge.public:
-        raise ConfigError("The attack needs to know how many items clients have on average: make popularity public.")
-    return max(1, round(float(knowledge.public["popularity"].sum()) / knowledge.n_users))
-
-
 def _all_pairs(adversaries: int, models: int) -> tuple[Tensor, Tensor]:
     """Every adversary with every model, i64[A m] each; one model after the other, as each fits a cache."""
     return torch.arange(adversaries).repeat(models), torch.arange(models).repeat_interleave(adversaries)
-
-
-def _kept(knowledge: Knowledge) -> list[Component]:
-    return [part for part in knowledge.components if not part.shared and part.storage != "per_item"]
-
-
-def _vectors(how: Vector, knowledge: Knowledge, state: State, own: Params, m: int) -> Params | None:
-    """What a model lacks, by component: of m models or of A adversaries; None if nothing was told yet."""
-    kept = _kept(knowledge)
-    if how == "sent":
-        if kept:
-            raise ConfigError(
-                f"The attack uses what is sent, but {', '.join(part.name for part in kept)} is kept.\n"
-                "  Choose another vector: 'told', 'mean' or 'fitted'."
-            )
-        return own
-    prefix = _FITTED if how == "fitted" else _TOLD
-    found = {part.name: state[prefix + part.name] for part in kept if prefix + part.name in state}
-    if len(found) < len(kept):
-        return None
-    if how == "mean":
-        return own | {name: value.nanmean(0).expand(m, *value.shape[1:]) for name, value in found.items()}
-    if how == "fitted":
-        return found
-    leader = knowledge.public.get("leaders", torch.arange(len(targets_of(knowledge))))
-    return {name: value[leader].nan_to_num() for name, value in found.items()}
-
-
-def _nothing_known(clients: int, items: int) -> Batch:
-    """Of the senders' own items the adversary knows nothing."""
-    return Batch(own=torch.zeros(clients, items, dtype=torch.bool), degree=torch.ones(clients))
 
 
 class _Changes(NamedTuple):
@@ -485,7 +403,7 @@ def _logits(knowledge: Knowledge, models: Params, vectors: Params, changes: _Cha
             given = (changes.received, of.rows["item"], of.item, of.offset, turned, bias, out)
             score_changed(*(each.contiguous().numpy() for each in given))
         return out
-    batch = _nothing_known(m, knowledge.n_items)
+    batch = nothing_known(m, knowledge.n_items)
     neighbors = {
         part.name: models[part.name].new_zeros(m, *part.shape)
         for part in knowledge.components
@@ -502,41 +420,6 @@ def _claimed(knowledge: Knowledge, logits: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter_(1, top, 1.0)
 
 
-def _places(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The targets of each adversary as items one after another, i64[T] and i64[A + 1]; found once for each tensor."""
-    if targets not in _FOUND:
-        owner, item = targets.nonzero(as_tuple=True)
-        _FOUND[targets] = item.contiguous(), torch.searchsorted(owner, torch.arange(len(targets) + 1))
-    places: tuple[Tensor, Tensor] = _FOUND[targets]
-    return places
-
-
-def _totals(targets: Tensor, value: Tensor) -> Tensor:
-    """The sum over an adversary's targets of what a model gives items, f32[A, I], f32[m, I] -> f32[A, m].
-
-    Of a large catalog hardly any item is a target: then only these are read.
-    """
-    item, offset = _places(targets)
-    if len(item) > _DENSE * targets.numel():
-        return targets @ value.T
-    out = torch.empty(len(targets), len(value))
-    sum_targets(*(each.contiguous().numpy() for each in (value, item, offset, out)))
-    return out
-
-
-def _jaccard(targets: Tensor, claims: Tensor, size: Tensor) -> Tensor:
-    """f32[A, I], f32[m, I], f32[A, 1 or m] (how many targets) -> f32[A, m]."""
-    both = _totals(targets, claims)
-    return both / (size + claims.sum(1) - both)
-
-
-def _padded(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The targets of each adversary as items, i64[A, t], and which of them are there, bool[A, t]."""
-    count = targets.sum(1).long()
-    order = targets.argsort(dim=1, descending=True, stable=True)[:, : max(1, int(count.max()))]
-    return order, torch.arange(order.shape[1]) < count.unsqueeze(1)
-
-
 def _similar(count: Tensor, beside: int, size: int) -> Iterator[Tensor]:
     """Places of pairs with about as many targets, so many at a time that memory is bounded, i64[k]."""
     order = count.argsort()
@@ -547,60 +430,3 @@ def _similar(count: Tensor, beside: int, size: int) -> Iterator[Tensor]:
         end = start + max(1, int(fits.sum()))
         yield order[start:end]
         start = end
-
-
-def fitted(knowledge: Knowledge, params: Params, seed: int, before: Params | None = None) -> Params:
-    """Of each adversary the values of what is kept that fit its targets best, against random items, with the parameters
-    that were broadcast: f32[A, *shape]. At most `_FEW` targets count, drawn at random; `before` is where it starts.
-    """
-    if knowledge.model.needs_transitions:
-        return fitted_to_transitions(knowledge, params, seed)
-    what, label, weight = _examples(targets_of(knowledge), seed)
-    adversary = np.arange(len(what))
-    own = {
-        part.name: (before[part.name] if before else _drawn(part, adversary, seed)).clone().requires_grad_()
-        for part in _kept(knowledge)
-    }
-    fixed = {
-        part.name: params[part.name][what]
-        if part.storage == "per_item"
-        else params[part.name].expand(len(what), *part.shape)
-        for part in knowledge.components
-        if part.shared
-    }
-    optimizer = torch.optim.Adam(list(own.values()), lr=_RATE)
-    for _ in range(_AGAIN if before else _STEPS):
-        optimizer.zero_grad()
-        logits = knowledge.model.logits({**fixed, **own}, _nothing_known(*what.shape))
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, weight, reduction="sum")
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return {name: value.detach() for name, value in own.items()}
-
-
-def _examples(targets: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the vector of each adversary is fitted to: some targets and as many random items, i64[A, 2t], f32[A, 2t]
-    their labels and f32[A, 2t] how much each counts. The same in all rounds, so found once for each tensor and seed.
-    """
-    found = _FITS.setdefault(targets, {})
-    if seed not in found:
-        item, inside = _padded(_some(targets, seed))
-        place = np.arange(len(item))[:, None], np.arange(item.shape[1])
-        lot = random.below(targets.shape[1], seed, "random items", *place)
-        what = torch.cat([item, torch.from_numpy(lot)], 1)
-        label = torch.cat([inside, torch.zeros_like(inside)], 1).float()
-        found[seed] = what, label, torch.cat([inside, inside], 1) / inside.sum(1, keepdim=True).clamp(min=1)
-    examples: tuple[Tensor, Tensor, Tensor] = found[seed]
-    return examples
-
-
-def _some(targets: Tensor, seed: int) -> Tensor:
-    """At most so many targets of each adversary, f32[A, I]."""
-    lot = random.uniform(seed, "some targets", np.arange(len(targets))[:, None], np.arange(targets.shape[1]))
-    order = (torch.from_numpy(lot) * targets).topk(min(_FEW, targets.shape[1]), dim=1).indices
-    return torch.zeros_like(targets).scatter_(1, order, 1.0) * targets
-
-
-def _drawn(part: Component, row: NDArray[np.int64], seed: int) -> Tensor:
-    """The first values of something that is kept, f32[A, *shape]."""
-    return part.draw(seed, row) if part.storage == "per_user" else part.draw(seed).expand(len(row), *part.shape)

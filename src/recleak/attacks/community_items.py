@@ -10,7 +10,8 @@ from torch import Tensor
 
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichItems, WhoBelongs
-from recleak.attacks.community import TINY, UNSEEN, Keeping, PeerCommunity, mean_items, targets_of
+from recleak.attacks.community import TINY, UNSEEN, Keeping, PeerCommunity
+from recleak.attacks.community_targets import mean_items, targets_of
 from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.attacks.moved import directions, leading, nothing_common, popular_side, received, senders, table_of
 from recleak.errors import ConfigError

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from recleak.attacks.base import Knowledge, State
-from recleak.attacks.community import WEIGHT, groups_of
+from recleak.attacks.community import WEIGHT
+from recleak.attacks.community_targets import groups_of
 from recleak.attacks.membership import popularity_odds
 from recleak.errors import ConfigError
 from recleak.kernels_moved import add_models, project_apart, spread_apart

@@ -21,7 +21,8 @@ from torch import Tensor
 from recleak import random
 from recleak.attacks.attribute import MajorityClass, Proportional, by_learner, learner_of_items
 from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
-from recleak.attacks.community import PeerCommunity, groups_of
+from recleak.attacks.community import PeerCommunity
+from recleak.attacks.community_targets import groups_of
 from recleak.attacks.learners import Learner
 from recleak.attacks.membership import popularity_odds, public_popularity
 from recleak.attacks.moved import directions, moved_rows, nothing_common, popular_side, received, senders, table_of

@@ -47,8 +47,9 @@ from torch import Tensor
 from recleak import random
 from recleak.accounting import averaging, ledger
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import PeerCommunity, ServerCommunity, colluding
+from recleak.attacks.community import PeerCommunity, ServerCommunity
 from recleak.attacks.community_items import CommunityThroughItems, PeerCommunityThroughItems
+from recleak.attacks.community_targets import colluding
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
 from recleak.data.sequences import held_out, sequence_split

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.base import WhoBelongs
-from recleak.attacks.community import PeerCommunity, ServerCommunity, colluding
+from recleak.attacks.community import PeerCommunity, ServerCommunity
 from recleak.attacks.community_items import CommunityThroughItems
+from recleak.attacks.community_targets import colluding
 from recleak.data.marks import Mark
 from recleak.errors import ConfigError
 from recleak.grading import grade_holders

@@ -155,7 +155,7 @@ class Setting:
         """Of whom a guess is graded, bool[U]: of users who are not public, have items, and whose attribute the server
         does not know; `among` "protected" or "consenting": of those who want the attribute protected, or do not.
         """
-        users = (self.train.activity > 0) & ~self.known(ask) & ~self.attributes.public.numpy()
+        users: NDArray[np.bool_] = (self.train.activity > 0) & ~self.known(ask) & ~self.attributes.public.numpy()
         which = ask.get("among", "all")
         if which == "all":
             return users
