@@ -400,11 +400,14 @@ def test_known_noise_weighs_components() -> None:
     label = torch.zeros(CLIENTS, dtype=torch.int64)
     known = replace(knowledge(label), defense=GaussianNoise({"item": 2.0}))
     update = next(message.update for message in uploads(label, label) if isinstance(message, Upload))
-    plain, weighed = (FromUpdates(noise=noise)._rows(known, update) for noise in ("ignored", "known"))
-    width = FromUpdates(parts=("item",))._rows(known, update).shape[1]
-    ratio = plain / weighed  # NaN where nothing changed
-    twice, same = ((ratio - factor).abs() < 1e-4 for factor in (2, 1))
-    assert bool((twice | same | torch.isnan(ratio)).all())
-    assert 0.9 * width < int(twice.any(0).sum()) <= width, "but for items that nobody touched"
+    for how in ({}, {"sketch": 16}, {"summary": "norms"}, {"parts": ("head",)}):
+        attack, items = FromUpdates(noise="known", **how), FromUpdates(**{**how, "parts": ("item",)})  # type: ignore[arg-type]
+        plain = attack._rows(known, update)
+        width = 0 if "parts" in how else items._rows(known, update).shape[1]
+        factor = plain / attack.weighed(known, plain.clone())  # NaN where nothing changed
+        twice, same = ((factor - expected).abs() < 1e-4 for expected in (2, 1))
+        assert bool((twice | same | torch.isnan(factor)).all())
+        assert 0.9 * width <= int(twice.any(0).sum()) <= width, "but for items that nobody touched"
+    assert FromUpdates().weighed(known, plain) is plain
     with pytest.raises(ConfigError, match="noise is 'loud'"):
         FromUpdates(noise="loud")  # type: ignore[arg-type]

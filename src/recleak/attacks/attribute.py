@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -133,7 +134,8 @@ class FromUpdates(RowPerClient):
     was graded on, so not a careful choice): all participations, rows of length 1, 50 principal components. There
     `learner=Logistic()` was quicker than APM's network and as strong.
     noise: "known" divides each component by the standard deviation of the noise that the defense in force puts on it,
-    so that a reduction to the directions of the largest variance finds those that stand out of the noise.
+    so that a reduction to the directions of the largest variance finds those that stand out of the noise. What is kept
+    of uploads is the same as without it.
     An item that a client did not send did not change.
     """
 
@@ -160,7 +162,23 @@ class FromUpdates(RowPerClient):
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Train on the known clients that were seen, predict the others."""
-        return by_learner(knowledge, question, *self.read(state), self.learner, self.seed)
+        client, rows = self.read(state)
+        return by_learner(knowledge, question, client, self.weighed(knowledge, rows), self.learner, self.seed)
+
+    def weighed(self, knowledge: Knowledge, rows: Tensor) -> Tensor:
+        """Rows that `read` gave, f32[n, p], as the learner gets them; they are changed in place."""
+        if self.noise == "ignored" or not len(rows):
+            return rows
+        spread = [knowledge.defense.noise(part.name) for part in _chosen(knowledge, self.parts)]
+        width = [self._width(knowledge, part) for part in _chosen(knowledge, self.parts)]
+        return rows.div_(torch.repeat_interleave(torch.tensor([std or 1.0 for std in spread]), torch.tensor(width)))
+
+    def _width(self, knowledge: Knowledge, part: Component) -> int:
+        """How many columns a component has in a row."""
+        numbers = prod(part.shape)
+        if part.storage != "per_item":
+            return numbers
+        return self.sketch or knowledge.n_items * (1 if self.summary == "norms" else numbers)
 
     def _rows(self, knowledge: Knowledge, update: Update) -> Tensor:
         pieces = []
@@ -172,9 +190,6 @@ class FromUpdates(RowPerClient):
             if self.summary == "norms":
                 rows = _along_mean(rows, update)
             pieces.append(self._folded(part.name, rows, update))
-        if self.noise == "known":
-            spread = [knowledge.defense.noise(part.name) for part in _chosen(knowledge, self.parts)]
-            pieces = [each / std if std > 0 else each for each, std in zip(pieces, spread, strict=True)]
         return torch.cat(pieces, dim=1)
 
     def _folded(self, name: str, rows: Tensor, update: Update) -> Tensor:

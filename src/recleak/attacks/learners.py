@@ -75,7 +75,11 @@ class Preparation:
 
     def apply(self, x: _Rows, others: _Rows, seed: int) -> tuple[_Rows, _Rows]:
         """f32[k, p] and f32[n, p] -> f32[k, q] and f32[n, q]."""
-        rows = np.concatenate([x, others]).astype(np.float32, copy=False)  # memory of its own
+        rows = self.together(np.concatenate([x, others]).astype(np.float32, copy=False), seed)
+        return rows[: len(x)], rows[len(x) :]
+
+    def together(self, rows: _Rows, seed: int) -> _Rows:
+        """The same for all at once, f32[n, p] -> f32[n, q]; what is given may be changed."""
         if self.scale == "unit":
             rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _TINY)
         if self.scale != "none":
@@ -83,8 +87,7 @@ class Preparation:
         if self.scale == "standard":
             spread = np.sqrt(np.einsum("ij,ij->j", rows, rows, dtype=np.float64) / len(rows))
             rows *= np.divide(1, spread, out=np.zeros_like(spread), where=spread > _TINY).astype(np.float32)
-        rows = self._reduced(rows, seed)
-        return rows[: len(x)], rows[len(x) :]
+        return self._reduced(rows, seed)
 
     def _reduced(self, rows: _Rows, seed: int) -> _Rows:
         """The rows in fewer columns; what is given may be changed."""

@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ _LEARNERS: dict[str, type[Prepared]] = {
     "knn": Neighbors,
     "gbt": Boosting,
 }
-_OPTIONS = (("part", "full"), ("uploads", "one"), ("noise", "ignored"), ("round", "last"))  # of a reader of uploads
+_OPTIONS = (("part", "full"), ("uploads", "one"), ("round", "last"))  # of a reader of uploads
 _GUESSES = ("random", "proportional", "majority")
 
 
@@ -308,7 +308,6 @@ def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, A
                 parts=parts,
                 rounds="all" if every else attacked,
                 sketch=_SKETCH if every else None,
-                noise="known" if ask.get("noise") == "known" else "ignored",
             ),
         )
     elif name == "exact":
@@ -348,10 +347,11 @@ def _graded(
     start = perf_counter()
     knowledge, tap = made.knowledge(attribute, zeta), taps.get(_key(ask))
     if tap is not None and name in _LEARNERS:
-        if _key(ask) not in prepared:
-            prepared[_key(ask)] = _prepared(tap, made.seed)
+        noise: Any = ask.get("noise", "ignored")
+        if (key := f"{_key(ask)} {noise}") not in prepared:
+            prepared[key] = _prepared(tap, noise, made.seed)
         learner = _LEARNERS[name](prepare=Preparation("none", "none"))
-        answer = np.asarray(by_learner(knowledge, question, *prepared[_key(ask)], learner, made.seed).double())
+        answer = np.asarray(by_learner(knowledge, question, *prepared[key], learner, made.seed).double())
     else:
         answer = _answer(made, name, knowledge, question, tap)
     seconds = perf_counter() - start
@@ -364,12 +364,13 @@ def _graded(
     return Measured(metrics, seconds=seconds)
 
 
-def _prepared(tap: Listening[Any, Any], seed: int) -> tuple[Tensor, Tensor]:
+def _prepared(tap: Listening[Any, Any], noise: Literal["ignored", "known"], seed: int) -> tuple[Tensor, Tensor]:
     """The clients that a tap saw, i64[n], and what learners read of them, f32[n, q]."""
-    attack: Any = tap.attack
+    heard: Any = tap.attack
+    attack: FromUpdates = replace(heard, noise=noise)
     client, rows = attack.read(tap.state())
     with one_thread():
-        reduced, _ = Preparation().apply(rows.numpy(), rows[:0].numpy(), seed)
+        reduced = Preparation().together(attack.weighed(tap.knowledge, rows).numpy(), seed)
     return client, torch.from_numpy(reduced)
 
 
