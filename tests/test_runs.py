@@ -227,7 +227,7 @@ def test_a_run_killed_at_random_moments_ends_the_same(data: str, whole: tuple[Fi
 
 
 def _count(folder: Path) -> int:
-    return sum(path.is_file() for path in folder.rglob("*"))
+    return sum(len(files) for _, _, files in os.walk(folder))  # a folder that is gone meanwhile counts for nothing
 
 
 def test_two_processes_in_one_folder(data: str, tmp_path: Path) -> None:
