@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -400,8 +401,9 @@ def test_known_noise_weighs_components() -> None:
     label = torch.zeros(CLIENTS, dtype=torch.int64)
     known = replace(knowledge(label), defense=GaussianNoise({"item": 2.0}))
     update = next(message.update for message in uploads(label, label) if isinstance(message, Upload))
-    for how in ({}, {"sketch": 16}, {"summary": "norms"}, {"parts": ("head",)}):
-        attack, items = FromUpdates(noise="known", **how), FromUpdates(**{**how, "parts": ("item",)})  # type: ignore[arg-type]
+    hows: list[dict[str, Any]] = [{}, {"sketch": 16}, {"summary": "norms"}, {"parts": ("head",)}]
+    for how in hows:
+        attack, items = FromUpdates(noise="known", **how), FromUpdates(**{**how, "parts": ("item",)})
         plain = attack._rows(known, update)
         width = 0 if "parts" in how else items._rows(known, update).shape[1]
         factor = plain / attack.weighed(known, plain.clone())  # NaN where nothing changed
