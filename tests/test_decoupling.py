@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from recleak.grading import own_items
 from recleak.models.base import Batch, Model, Params
 from recleak.models.decoupled import Decoupled
 from recleak.models.lightgcn import LightGCN
+from recleak.models.mf import GMF
 from recleak.models.ncf import NCF
 from recleak.models.pfedrec import PFedRec
 from recleak.protocols.federated import Federated, train_federated
@@ -591,6 +592,8 @@ def test_settings_that_cannot_be() -> None:
         train_federated(Federated(rounds=1), Decoupled(), DATA, defense=Decoupling(CLASSES), show_progress=False)
     with pytest.raises(ConfigError, match="expected a federation"):
         train_gossip(Gossip(rounds=1), NCF(), DATA, defense=UserConsent(CLASSES), show_progress=False)
+    with pytest.raises(ConfigError, match="user is sent and not averaged, expected a federation"):
+        train_gossip(Gossip(rounds=1), NCF(), DATA, defense=Share(("user",), averaged=False), show_progress=False)
     with pytest.raises(ConfigError, match="nobody would clip that term"):
         task_of(NCF(D), Chain((UserConsent(CLASSES, factors=D), DPSGD(1.0, 1.0))))
     with pytest.raises(NotFoundError, match="Unknown combine"):
@@ -655,9 +658,8 @@ def test_what_leaves() -> None:
     assert torch.equal(told[-1].client, who)
     assert torch.equal(told[-1].labels["gender"], attributes().labels["gender"][who])
     last = trained.store.read(np.arange(24))
-    assert set(last.values) == {
-        part.name for part in trained.task.components if not part.shared and part.storage != "per_item"
-    }
+    assert set(last.values) == {p.name for p in trained.task.components if p.stays and p.storage != "per_item"}
+    assert "user" in last.values
     assert not any(name.startswith("estimator") for name in trained.params)
     # the vector of a user is where the user has put it, not divided by the number of clients
     assert torch.equal(uploads[-1].update.values["user"] + _before(heard, "user"), trained.params["user"])
@@ -680,24 +682,58 @@ def test_public_data_are_what_the_users_left() -> None:
     tables, own = told.tables(), DATA.distinct().matrix().toarray() > 0
     for place, user in enumerate(tables["public/client"].tolist()):
         alone = upload.update.select(torch.tensor([user]))
-        mine = torch.from_numpy(own[user])[alone.item]
-        rows = (alone.rows["item"] + sent[alone.item])[mine]
+        is_own = torch.from_numpy(own[user])[alone.item]
+        rows = (alone.rows["item"] + sent[alone.item])[is_own]
         torch.testing.assert_close(tables["public/item mean"][place], rows.mean(0))
         for row in tables["public/item"][place]:
             assert (rows == row).all(1).any()
-        assert torch.equal(
-            tables["public/user.private"][place], trained.store.read(np.array([user])).values["user.private"][0]
-        )
-        assert torch.equal(tables["public/user"][place], trained.params["user"][user])
+        mine = trained.store.read(np.array([user])).values
+        assert torch.equal(tables["public/user.private"][place], mine["user.private"][0])
+        assert torch.equal(tables["public/user"][place], mine["user"][0])
+        torch.testing.assert_close(trained.params["user"][user], mine["user"][0])
 
 
 def test_sent_and_kept_vectors_train_alike() -> None:
     sent, _ = run(NCF(D, (5,)), Share(("user",), averaged=False))
     kept, _ = run(NCF(D, (5,)), Defense())
     averaged, _ = run(NCF(D, (5,)), Share(("user",)))
-    assert torch.equal(sent.params["user"], kept.store.read(np.arange(24)).values["user"])
-    torch.testing.assert_close(sent.params["item"], kept.params["item"])
+    own = kept.store.read(np.arange(24)).values["user"]
+    assert torch.equal(sent.store.read(np.arange(24)).values["user"], own)
+    torch.testing.assert_close(sent.params["user"], own)
+    assert torch.equal(sent.params["item"], kept.params["item"])
     assert not torch.allclose(averaged.params["user"], sent.params["user"])
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_noise_on_what_is_sent_does_not_come_back_to_the_client(adam: bool) -> None:
+    """Not averaged, a row is the client's own: what others have of it has the noise of one upload, not of all."""
+    model: Model = GMF(D) if adam else NCF(D, (5,))
+    local = replace(LOCAL, batch_size=None, optimizer=Adam(0.01, keep=True)) if adam else LOCAL
+    protocol, users = Federated(rounds=8, local=local), np.arange(24)
+    sent = Share(("user",), averaged=False)
+    noisy, heard = run(model, Chain((sent, _OnUsers(0.5))), protocol=protocol)
+    clean, _ = run(model, sent, protocol=protocol)
+    own = clean.store.read(users).values["user"]
+    assert torch.equal(noisy.store.read(users).values["user"], own)
+    assert torch.equal(noisy.scores(torch.from_numpy(users)), clean.scores(torch.from_numpy(users)))
+    off = [
+        message.update.values["user"] + _before(heard[: heard.index(message)], "user") - own
+        for message in heard
+        if isinstance(message, Upload) and message.round == 7
+    ]
+    assert 0.35 < float(off[0].std()) < 0.65
+    torch.testing.assert_close(noisy.params["user"] - own, off[0])
+
+
+@dataclass(frozen=True)
+class _OnUsers(Defense):
+    """Noise on users' vectors alone, as they are sent: around what the client has, not around what was sent before."""
+
+    std: float
+
+    def upload(self, update: Update, streams: Streams) -> Update:
+        value = update.values["user"].clone()
+        return replace(update, values={**update.values, "user": value + self.std * streams.normal_like(update, "user")})
 
 
 def test_one_vector_of_all_users_is_the_mean_of_what_they_send() -> None:
@@ -727,7 +763,9 @@ def test_weighted_averages_leave_unaveraged_rows_alone() -> None:
     protocol = Federated(rounds=2, local=LOCAL, aggregation="weighted", server_learning_rate=0.5)
     sent, _ = run(NCF(D, (5,)), Share(("user",), averaged=False), protocol=protocol)
     kept, _ = run(NCF(D, (5,)), Defense(), protocol=protocol)
-    assert torch.equal(sent.params["user"], kept.store.read(np.arange(24)).values["user"])
+    own = kept.store.read(np.arange(24)).values["user"]
+    assert torch.equal(sent.store.read(np.arange(24)).values["user"], own)
+    torch.testing.assert_close(sent.params["user"], own)
 
 
 @pytest.mark.heavy

@@ -37,7 +37,8 @@ class Share(Defense):
     """Send components: by default all, the user table too, as the full model of community detection attacks.
 
     The opposite of a defense; it states a system's policy in the same words, and what it costs can be compared.
-    averaged=False: rows of users are sent as they are and stay so; it does not change how anything is trained.
+    averaged=False: rows of users are sent, and each client goes on with its own; it does not change how anything is
+    trained, also if noise is added to what is sent.
     """
 
     components: tuple[str, ...] | None = None  # None: every component

@@ -3,7 +3,7 @@
 storage `per_user`: a table whose row belongs to one client; `per_item`: a table with a row per item; `dense`: the rest.
 role `user`, `item` or `head` (with a layer, counted from 1). A **shared** component is sent, averaged and broadcast; a
 **kept** one is the client's own copy and stays with it. A shared `per_user` table that is not **averaged** is sent too,
-but each row stays as its client made it: who receives it sees it, and does nothing with it.
+but its client goes on with its own row: who receives a row sees it, and does nothing with it.
 """
 
 from __future__ import annotations
@@ -134,6 +134,14 @@ class Component:
     shared: bool = True
     fans: tuple[int, int] | None = None  # None: from the shape
     averaged: bool = True  # if shared; only the row of a user is sent without being averaged
+
+    @property
+    def stays(self) -> bool:
+        """Whether the client's own copy is what counts for it: of what it keeps, and of what is sent but not averaged.
+
+        What noise an upload gets is in what others have of it, not in what the client goes on with.
+        """
+        return not (self.shared and self.averaged)
 
     @property
     def size(self) -> int:

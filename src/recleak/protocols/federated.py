@@ -62,7 +62,7 @@ from recleak.wire import Broadcast, Upload
 
 BLOCK = 64  # clients in one message; part of the last bits of a result, so not an option
 TIDY_SECONDS = 5.0  # after so much time, memory that is no longer needed goes back; it takes some 50 ms
-_FORMAT = "recleak federated run 1"
+_FORMAT = "recleak federated run 2"
 _SCORED = 1 << 26  # bytes of gathered item rows at a time when users are scored
 
 

@@ -239,6 +239,11 @@ class _Run:
                 f"{defense!r} has the hook {min(used)}, expected a federation: in a gossip nobody tells all others."
             )
         components = defense.sharing(model.components())
+        if alone := [part.name for part in components if part.shared and part.stays]:
+            raise ConfigError(
+                f"{alone[0]} is sent and not averaged, expected a federation: nodes of a gossip merge all that they "
+                "receive.\n  Keep it (share-less), or share it with averaged=True."
+            )
         by_name(components)
         check_defense(defense, components)
         check_optimizer(protocol.local.optimizer, set(by_name(components)))

@@ -64,12 +64,15 @@ class _Client:
             if part.storage == "per_item":
                 whole = received[part.name] if part.shared else part.draw(task.seed, np.arange(n_items))
                 value = whole if part.shared else self._with_kept_rows(part.name, whole)
-            elif not part.shared:
+            elif part.name in kept.values:
                 value = kept.values[part.name][0]
             else:
                 value = received[part.name][self.who] if part.storage == "per_user" else received[part.name]
             self.params[part.name] = nn.Parameter(value.to(dtype, copy=True))
         self.start = {name: value.detach().clone() for name, value in self.params.items()}
+        for part in task.components:
+            if part.shared and part.stays:  # a row of a user: others know what was sent last
+                self.start[part.name] = received[part.name][self.who].to(dtype, copy=True)
         self.received = {
             name: value.to(dtype) if value.is_floating_point() else value for name, value in received.items()
         }
@@ -334,7 +337,8 @@ class _Client:
 
     def _kept(self, steps: int) -> Update:
         settings = self.task.training.optimizer
-        tensors = {name: value.detach() for name, value in self.params.items() if name not in self.shared}
+        own = {part.name for part in self.task.components if part.stays}
+        tensors = {name: value.detach() for name, value in self.params.items() if name in own}
         if not settings.keep:
             return self._update(tensors)
         for name, value in self.params.items():

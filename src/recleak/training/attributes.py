@@ -123,12 +123,12 @@ class PublicData:
             if part.storage == "per_item":
                 rows = some.rows[part.name] + rows_of(received, part.name, some.client[some.owner], some.item)
                 self._add_rows(part.name, place, some, rows, round)
-            elif part.shared:
+            elif part.stays:
+                self.state[part.name][place] = own.values[part.name]
+            else:
                 base = received[part.name]
                 now = some.values[part.name] + (base[some.client] if part.storage == "per_user" else base)
                 self.state[part.name][place] = now
-            else:
-                self.state[part.name][place] = own.values[part.name]
         self.state["told"][place] = 1
 
     def _add_rows(self, name: str, place: Tensor, update: Update, rows: Tensor, round: int) -> None:

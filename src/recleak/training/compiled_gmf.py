@@ -78,6 +78,8 @@ def train_gmf(
             moment[kept_row] = kept.rows[f"item/{name}"]
     small = _Small.of(task, received, kept)
     before, begin = table.clone(), {name: value.clone() for name, value in small.values.items()}
+    if "user" in small.shared and "user" in small.stays:  # its row is sent: others know what was sent last
+        begin["user"] = values_of(received, "user", client, per_user=True)
     rows = [each.numpy() for each in (table, *moments)]
     bounds = offset[:-1].numpy(), offset[1:].numpy()
     if "gradient" not in hooks(task.defense):
@@ -156,6 +158,7 @@ class _Small:
     moments: dict[str, list[Tensor]]
     names: tuple[str, ...]  # of the moments
     shared: tuple[str, ...]
+    stays: tuple[str, ...]
     steps: Tensor  # i64[C]
     epochs: int
     keep: bool
@@ -168,18 +171,19 @@ class _Small:
         for name in _PARTS:
             if name not in parts:
                 continue
-            if parts[name].shared:
+            if name in kept.values:
+                values[name] = kept.values[name].clone()
+            else:
                 first = values_of(received, name, kept.client, per_user=name == "user")
                 values[name] = first.expand(clients, *parts[name].shape).clone(memory_format=torch.contiguous_format)
-            else:
-                values[name] = kept.values[name].clone()
         moments = {
             name: [kept.values[f"{name}/{m}"].clone() if adam.keep else torch.zeros_like(value) for m in adam.moments]
             for name, value in values.items()
         }
         steps = kept.values[AGE] if adam.keep else torch.zeros(clients, dtype=torch.int64)
         shared = tuple(name for name in values if parts[name].shared)
-        return cls(values, moments, adam.moments, shared, steps, task.training.epochs, adam.keep)
+        stays = tuple(name for name in values if parts[name].stays)
+        return cls(values, moments, adam.moments, shared, stays, steps, task.training.epochs, adam.keep)
 
     def flat(self, name: str) -> list[NDArray[np.float32]]:
         """Values and moments, f32[C, d] each; zeros for a component that the model does not have."""
@@ -189,7 +193,7 @@ class _Small:
 
     def kept(self) -> Params:
         """What clients keep of it until their next visit."""
-        own = {name: value for name, value in self.values.items() if name not in self.shared}
+        own = {name: self.values[name] for name in self.stays}
         if self.keep:
             for name, moments in self.moments.items():
                 own |= {f"{name}/{m}": each for m, each in zip(self.names, moments, strict=True)}

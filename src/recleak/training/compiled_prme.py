@@ -18,6 +18,7 @@ from recleak.errors import ConfigError
 from recleak.geometry import EARTH
 from recleak.kernels_prme import prme_visits, scores_after
 from recleak.models.base import Params
+from recleak.models.components import Component
 from recleak.models.prme import PRMEG
 from recleak.training.local import shuffles
 from recleak.training.optimizers import SGD, learning_rate
@@ -67,13 +68,13 @@ def train_prme(
     owner = kept.client.repeat_interleave(offset.diff())
     before = {name: rows_of(received, name, owner, item) for name in _TABLES}
     tables = {name: value.clone(memory_format=torch.contiguous_format) for name, value in before.items()}
-    first = _users(task, received, kept)
-    user = first.clone()
+    part = _user(task)
+    user = _users(task, received, kept).clone()
     loss = _walk(task, tables, rows, user, data, round)
-    values = {_USER: user - first} if _is_shared(task) else {}
+    values = {_USER: user - values_of(received, _USER, kept.client, per_user=True)} if part.shared else {}
     changes = {name: value.sub_(before[name]) for name, value in tables.items()}
     update = Update(kept.client, values, changes, item, offset, data.n_items, received)
-    return update, _values(kept, {} if _is_shared(task) else {_USER: user}), loss
+    return update, _values(kept, {_USER: user} if part.stays else {}), loss
 
 
 def train_nodes(task: Task, params: NodeParams, store: ClientStore, data: LocalTransitions, round: int) -> Tensor:
@@ -95,7 +96,7 @@ def train_nodes(task: Task, params: NodeParams, store: ClientStore, data: LocalT
         loss = _walk(task, tables, rows, user, data, round)
         for name, value in tables.items():
             whole[name].index_copy_(0, place, value.to(whole[name].dtype))
-    if _is_shared(task):
+    if _user(task).shared:
         params[_USER][client, client] = user.to(params[_USER].dtype)
     else:
         store.write_values(data.client, {_USER: user})
@@ -145,13 +146,13 @@ def _held(data: LocalTransitions) -> tuple[Tensor, Tensor, _Rows]:
 
 def _users(task: Task, received: Params, kept: Update, node: Tensor | None = None) -> Tensor:
     """The vectors that clients begin with, f32[C, d]: their own, or those of the given nodes if vectors are shared."""
-    if not _is_shared(task):
+    if _USER in kept.values:
         return kept.values[_USER]
     return values_of(received, _USER, kept.client, per_user=True, node=node)
 
 
-def _is_shared(task: Task) -> bool:
-    return next(part.shared for part in task.components if part.name == _USER)
+def _user(task: Task) -> Component:
+    return next(part for part in task.components if part.name == _USER)
 
 
 def _values(kept: Update, values: Params) -> Update:

@@ -74,7 +74,7 @@ def _own_params(task: Task, params: Params, kept: Update, device: torch.device, 
                 rows = rows.clone()
                 rows[kept.owner.to(device), kept.item.to(device)] = kept.rows[part.name].to(device)
             mine[part.name] = rows
-        elif not part.shared:
+        elif part.name in kept.values:
             mine[part.name] = kept.values[part.name].to(device)
         else:
             per_user = part.storage == "per_user"

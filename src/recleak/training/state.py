@@ -67,7 +67,7 @@ class _Field:
 
 
 class ClientStore:
-    """What each of U clients keeps: components that are not shared, and the moments of a kept optimizer."""
+    """What each of U clients keeps: components that stay with it, and the moments of a kept optimizer."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ClientStore:
         self._rows: dict[str, _Field] = {}
         for part in components:
             fields = self._rows if part.storage == "per_item" else self._values
-            if not part.shared:
+            if part.stays:
                 fields[part.name] = _Field(part.name, part.shape, part)
             for moment in moments:
                 fields[f"{part.name}/{moment}"] = _Field(f"{part.name}/{moment}", part.shape)

@@ -81,7 +81,7 @@ class Visit:
         self._owner = torch.repeat_interleave(torch.arange(len(self.client), device=self.device), self.offset.diff())
         self.values = {p.name: self._first_values(p, kept) for p in task.components if p.storage != "per_item"}
         self.rows = {p.name: self._first_rows(p, kept) for p in task.components if p.storage == "per_item"}
-        self.start = self._now().map(lambda _, tensor, __: tensor.clone()) if self._compares else None
+        self.start = self._where_they_began() if self._compares else None
         self.age = kept.values[AGE].clone() if optimizer.keep else None
         self.moments = self._first_moments(kept)
         self.batches = _Batches(self)
@@ -132,10 +132,19 @@ class Visit:
         return None
 
     def _first_values(self, part: Component, kept: Update) -> Tensor:
-        if not part.shared:
+        if part.name in kept.values:
             return kept.values[part.name].clone()
+        return self._received_values(part)
+
+    def _received_values(self, part: Component) -> Tensor:
         mine = values_of(self.received, part.name, self.client, per_user=part.storage == "per_user")
         return mine.expand(len(self.client), *part.shape).clone()
+
+    def _where_they_began(self) -> Update:
+        """As others know it: of what is sent but not averaged, that is what was sent last, noise and all."""
+        start = self._now().map(lambda _, tensor, __: tensor.clone())
+        known = {p.name: self._received_values(p) for p in self.task.components if p.shared and p.stays}
+        return replace(start, values={**start.values, **known})
 
     def _first_rows(self, part: Component, kept: Update) -> Tensor:
         if part.shared:
@@ -514,7 +523,7 @@ class Visit:
 
     def kept(self) -> Update:
         """The values that the clients keep until their next visit."""
-        kept = self._now().only({part.name for part in self.task.components if not part.shared})
+        kept = self._now().only({part.name for part in self.task.components if part.stays})
         if self.age is None:
             return kept
         now = self._now()
