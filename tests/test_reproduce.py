@@ -669,7 +669,7 @@ def test_verdicts_of_comparisons(words: list[Any], left: Any, right: Any, verdic
 def test_the_same_users_are_compared_user_by_user(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where users differ much and each of them a little, only the difference tells; else nothing changes."""
     far = """np.random.default_rng(seed).standard_normal(50) + (run["model"] == "s") * 0.1"""
-    usual = RUNNER.replace('level + 0.05 * np.random.default_rng(seed).standard_normal(50)', far)
+    usual = RUNNER.replace("level + 0.05 * np.random.default_rng(seed).standard_normal(50)", far)
     named = usual.replace('"f1": values}', '"f1": values, "user": np.arange(50.0)}')
     paper = base.load(str(fake / "fake.toml"))
 
