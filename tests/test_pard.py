@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from recleak.attacks.community_vectors import kept_parts
 from recleak.data.features import classes_of
 from recleak.data.source import open_data
 from recleak.defenses.base import Chain, all_components
@@ -21,9 +23,10 @@ from recleak.models.decoupled import Decoupled
 from recleak.models.lightgcn import LightGCN
 from recleak.models.pfedrec import PFedRec
 from recleak.papers import base, pard, pard_attacks
-from recleak.papers.store import Question, Store
+from recleak.papers.store import Question, Results, Store
 from recleak.protocols.stopping import Either, Plateau, Reached
 from recleak.recording import Listening
+from recleak.training.attributes import insensitive
 from recleak.wire import Broadcast, Server, Upload
 
 RUN: dict[str, pard.Scalar] = {"data": "ml-100k", "preset": "pard", "model": "fedncf", "thin": 6, "rounds": 2}
@@ -77,11 +80,22 @@ def test_nulls_stand_beside_attacks_and_utility() -> None:
         asked = {cell.column for cell in table.cells if cell.ask.get("attack") in ("aia", "chain")}
         null = {cell.column for cell in table.cells if cell.ask.get("attack") == "majority"}
         assert asked <= null, table.id
+        nulls = {_graded(cell) for cell in table.cells if cell.ask.get("attack") == "majority"}
+        attacks = {_graded(cell) for cell in table.cells if cell.ask.get("attack") in ("aia", "chain")}
+        assert attacks <= nulls, table.id
         assert all("measure" not in cell.ask for cell in table.cells if "attack" in cell.ask)
     cell = paper.cells["III/popularity/ml-1m/recall"]
     assert cell.ask == {"measure": "popularity"}
     assert "III/popularity/ml-1m/age" not in paper.cells
     assert paper.unavailable == ("taobao",)
+
+
+def _graded(cell: base.Cell) -> tuple[pard.Scalar, ...]:
+    """What decides which users an attack on an attribute is graded on."""
+    labels, eta = cell.ask.get("labels", "public"), cell.run.get("eta", 0.2)
+    known = "others" if labels == "others" else eta if labels == "public" else labels
+    choice = cell.ask.get("among", "all"), cell.run.get("consent", "")
+    return known, *choice, cell.run["data"], cell.ask["attribute"]
 
 
 def test_who_is_known_and_who_is_graded() -> None:
@@ -91,13 +105,69 @@ def test_who_is_known_and_who_is_graded() -> None:
     others, half, few = (made.known({"labels": labels}) for labels in ("others", 0.5, 0.1))
     assert others.sum() == public.sum()
     assert not (others & public).any()
-    assert half.mean() == pytest.approx(0.5, abs=0.01)
+    assert np.array_equal(half, insensitive(len(public), 0.5, 0).numpy())
     assert (half & public).sum() == public.sum()
-    assert few.mean() == pytest.approx(0.1, abs=0.01)
+    assert np.array_equal(few, insensitive(len(public), 0.1, 0).numpy())
     assert not (few & ~public).any()
+    last = np.flatnonzero(public)[-len(public) // 20 :]
+    assert 0 < few[last].sum() < len(last)  # not the first public users, but a part of all
+    told = pard.setting({**RUN, "method": "pard"}, "as-written", 0)
+    with pytest.raises(ConfigError, match="Give the run a smaller eta"):
+        told.known({"labels": 0.1})
     shown = made.knowledge({"attack": "aia", "attribute": "gender"}).public["labels of gender"].numpy()
     assert np.array_equal(shown >= 0, public)
     assert np.array_equal(shown[public], classes_of(made.train, "gender")[0][public])
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("eta", [0.1, 0.2, 0.3])
+def test_all_methods_are_graded_on_the_same_users(eta: float, seed: int) -> None:
+    """In a column of Table V: those whom the server knows are those who are public to PARD."""
+    cells = base.load("pard").cells
+    known, graded = [], []
+    for method in ("fedavg", "apm", "pard"):
+        cell = cells[f"V/{eta}/{method}/gender"]
+        made = pard.setting({**cell.run, "thin": 6}, "as-written", seed)
+        known.append(made.known(cell.ask))
+        graded.append(made.among(cell.ask))
+        assert not (known[-1] & graded[-1]).any()
+        assert (known[-1] | graded[-1] | (made.train.activity == 0)).all()
+    assert all(np.array_equal(each, known[2]) for each in known)
+    assert all(np.array_equal(each, graded[2]) for each in graded)
+    assert known[2].mean() == pytest.approx(eta, abs=0.05)
+
+
+def test_users_whose_attribute_is_known_are_graded_by_the_others() -> None:
+    """All of them once, and nobody else: what a defender can choose a strength by."""
+    made = pard.setting({**RUN, "method": "pard"}, "as-written", 0)
+    public = made.attributes.public.numpy()
+    asks: list[dict[str, pard.Scalar]] = [{"attribute": "gender", "among": "known", "fold": fold} for fold in range(5)]
+    parts = [made.among(ask) for ask in asks]
+    assert np.array_equal(np.sum(parts, axis=0), (public & (made.train.activity > 0)).astype(int))
+    assert min(part.sum() for part in parts) > public.sum() / 10
+    for ask, part in zip(asks, parts, strict=True):
+        known = made.known(ask)
+        assert not (known & part).any()
+        assert np.array_equal(known | part, public)
+    ask: dict[str, pard.Scalar] = {"attack": "interactions", "attribute": "gender", "among": "known"}
+    found = pard_attacks.graded(made, ask, None, {})
+    assert sorted(found["user"]) == np.flatnonzero(public).tolist()
+    assert {len(value) for value in found.values()} == {public.sum()}
+
+
+def test_the_grid_shares_its_runs_with_figure_6() -> None:
+    paper = base.load("pard")
+    results = Results(paper, Store(Path("none")), code=pard.VERSION, variant="as-written")
+
+    def run(name: str) -> dict[str, pard.Scalar]:
+        return dict(results.question(paper.cells[name]).run)
+
+    levels = ("0.1", "0.3", "0.5", "0.7", "0.9")
+    for level in levels:
+        assert run(f"grid/{level}/gender/0.5") == run(f"fig6a/ml-100k/gender/{level}")
+        assert run(f"grid/0.5/validation/{level}") == run(f"fig6b/ml-100k/recall@10/{level}")
+    assert run("grid/0.5/validation/0.5") == run("III/fedncf/pard/ml-100k/recall")
+    assert len({str(run(f"grid/{ir}/validation/{re}")) for ir in levels for re in levels}) == 25
 
 
 def test_users_choose_what_is_protected_and_are_graded_apart() -> None:
@@ -150,6 +220,10 @@ def test_variants_and_settings() -> None:
     assert isinstance(written.defense, Decoupling)
     assert (code.defense.relabels, code.defense.warm_up, code.defense.inverse) == (True, 4, "own")
     assert (code.defense.steps, written.defense.steps) == (1, 10)
+    assert (code.defense.learning_rate, written.defense.learning_rate) == (0.1, 0.1)
+    assert code.defense.sample == round(0.08 * int(code.attributes.public.sum()))
+    assert pard._as_the_code("ml-1m", 1208) == pard._as_the_code("ml-100k", 1208) | {"learning_rate": 0.01}
+    assert (code.plateau, written.plateau) == (Plateau(1, 20), Plateau(1, 5))  # EVERY is 1 here
     assert (written.defense.bound, written.defense.reads) == ("plain", "items")
     assert dict(written.defense.attributes) == {"age": 3, "gender": 2, "occupation": 21}
     assert code.local.optimizer.learning_rates["item"] == pytest.approx(0.1 * code.train.n_items)
@@ -168,6 +242,29 @@ def test_variants_and_settings() -> None:
         pard.setting({**RUN, "method": "prad"}, "as-written", 0)
     with pytest.raises(NotFoundError, match="Unknown model 'ncf'"):
         pard.setting({**RUN, "method": "pard", "model": "ncf"}, "as-written", 0)
+
+
+@pytest.mark.parametrize("model", ["fedncf", "fedgcn"])
+def test_batches_of_pfedrec_have_two_passes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays is moved first, and items by a gradient with that, on a graph too."""
+    monkeypatch.setattr(pard, "thinned", lambda data, count, seed: data.restrict(data.user < 40, "few users"))
+    made = pard.setting({**RUN, "method": "pfedrec", "model": model, "rounds": 1}, "as-written", 0)
+    assert made.local.turns == (("user", "head"), ("item",))
+    assert pard.setting({**RUN, "method": "fedavg", "model": model}, "as-written", 0).local.turns == ()
+    once = replace(made, local=replace(made.local, turns=()))
+    two, one = (pard._train(each, Plateau(1, 9), [], 1).params["item"] for each in (made, once))
+    assert not torch.equal(two, one)
+
+
+@pytest.mark.parametrize(("rounds", "capped"), [(2, 1.0), (9, 0.0)])
+def test_a_run_says_how_it_ended(rounds: int, capped: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round that is measured, all rounds, and whether the cap came before the plateau."""
+    looks = iter((0.2, 0.3, 0.1, 0.1, 0.1))
+    monkeypatch.setattr(pard.Setting, "recall", lambda self, model: next(looks))
+    monkeypatch.setattr(pard, "PATIENCE", 2)
+    [found] = measured("fedavg", [{"measure": "utility"}], rounds=rounds)
+    assert (found["rounds"], found["trained"], found["capped"]) == (2, min(rounds, 4), capped)
+    assert found["validation"] == 0.3
 
 
 def test_only_usual_runs_are_remembered_as_levels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,13 +325,14 @@ def test_every_ask_gives_its_metrics() -> None:
         {"attack": "random-community"},
     ]
     found = measured("pard", asks)
-    assert set(found[0]) == {"recall@10", "ndcg@10", "recall@10-full", "ndcg@10-full", "rounds"}
+    ranked = {"recall@10", "ndcg@10", "recall@10-full", "ndcg@10-full", "user"}
+    assert set(found[0]) == {*ranked, "rounds", "trained", "capped", "validation"}
     assert found[0]["rounds"] == 2
     popular = found.pop(1)
     asks.pop(1)
     assert popular["rounds"] == 0
     assert popular["recall@10"] > 0.2  # chance is 0.1
-    assert all({"auc", "micro-f1", "macro-f1"} == set(each) for each in found[1:10])
+    assert all({"auc", "micro-f1", "macro-f1", "user"} == set(each) for each in found[1:10])
     label = classes_of(pard.setting({**RUN, "method": "pard"}, "as-written", 0).train, "age")[0]
     assert found[7]["micro-f1"] == pytest.approx(np.bincount(label).max() / len(label), abs=0.03)
     assert found[7]["auc"] == 0.5
@@ -246,6 +344,46 @@ def test_every_ask_gives_its_metrics() -> None:
         measured("fedavg", [{"attack": "guess", "attribute": "age"}])
     with pytest.raises(ConfigError, match="keeps no vector of users"):
         measured("fedavg", [{"attack": "aia", "attribute": "age", "reads": "private"}])
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        ("fedavg", set()),
+        ("apm", set()),
+        ("uc-fedrec", set()),
+        ("pfedrec", {"head"}),
+        ("pard", {"user", "user.private", "head"}),
+    ],
+)
+def test_cda_puts_a_vector_of_its_own_in_the_place_of_what_is_kept(method: str, kept: set[str]) -> None:
+    """What is sent is scored as it is; who keeps a part is scored with a fitted user, of which nothing was sent."""
+    made = pard.setting({**RUN, "method": method}, "as-written", 0)
+    knowledge = made.knowledge({"attack": "cda"})
+    lacking = {part.name for part in kept_parts(knowledge)}
+    assert {name.partition(".")[0] if name.startswith("head") else name for name in lacking} == kept
+    assert knowledge.public["targets"].shape == (100, made.train.n_items)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("method", ["fedavg", "pfedrec", "pard"])
+def test_cda_finds_communities(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pard, "LEADERS", 20)
+    asks: list[dict[str, pard.Scalar]] = [
+        {"attack": "cda"},
+        {"attack": "cda", "scoring": "standardized"},
+        {"attack": "random-community"},
+    ]
+    plain, standardized, null = (each["accuracy"] for each in measured(method, asks))
+    assert plain != standardized
+    assert standardized > 1.5 * null
+
+
+@pytest.mark.parametrize("method", ["pfedrec", "pard"])
+def test_cda_is_refused_where_it_cannot_fit_what_is_kept(method: str) -> None:
+    made = pard.setting({**RUN, "method": method, "model": "fedgcn"}, "as-written", 0)
+    with pytest.raises(ConfigError, match="on a graph keeps a part of its model"):
+        made.knowledge({"attack": "cda"})
 
 
 def test_true_interactions_are_read_as_inferred_ones_are() -> None:
@@ -270,7 +408,7 @@ def test_what_is_inferred_from_an_upload_is_inferred_once(tmp_path: Path) -> Non
     assert chain.membership is first
     assert distant is not first
     best = pard.BestRound(made, tmp_path)
-    best.end(pard._train(made, Plateau(1, 9), [best], 1, best.look))
+    best.end(pard._train(made, Plateau(1, 9), [best], 1, best.look), Plateau(1, 9))
     alone = pard_attacks._membership(asks[0])
     taps = [Listening(Server(), attack, made.knowledge()) for attack in (first, alone)]
     for message in best.messages:
@@ -312,8 +450,10 @@ def test_what_counts_is_the_round_with_the_best_look(
     left = iter(looks)
     monkeypatch.setattr(pard.Setting, "recall", lambda self, model: next(left))
     found = pard.BestRound(made, tmp_path)
-    found.end(pard._train(made, Plateau(1, 9), [found], 1, found.look))
+    found.end(pard._train(made, Plateau(1, 9), [found], 1, found.look), Plateau(1, 9))
     assert found.utility["rounds"].item() == best + 1
+    assert found.utility["trained"].item() == len(looks)
+    assert found.utility["validation"].item() == max(looks)
     messages = list(found.messages)
     assert {message.round for message in messages if isinstance(message, Broadcast | Upload)} == {best}
     assert sum(isinstance(message, Broadcast) for message in messages) == 1
@@ -331,9 +471,10 @@ def test_a_model_is_measured_as_it_was_in_its_round(
         monkeypatch.setattr(pard.Setting, "recall", lambda self, model, looks=looks: next(looks))
         (tmp_path / str(rounds)).mkdir()
         found.append(pard.BestRound(made, tmp_path / str(rounds)))
-        found[-1].end(pard._train(made, Plateau(1, 9), [found[-1]], 1, found[-1].look))
+        found[-1].end(pard._train(made, Plateau(1, 9), [found[-1]], 1, found[-1].look), Plateau(1, 9))
     short, long = found
     assert short.utility.keys() == long.utility.keys()
+    assert (short.utility.pop("trained").item(), long.utility.pop("trained").item()) == (2, 4)
     assert all(np.array_equal(value, long.utility[name]) for name, value in short.utility.items())
     assert short.kept.keys() == long.kept.keys() == ({"user.private"} if method == "pard" else set())
     assert all(torch.equal(value, long.kept[name]) for name, value in short.kept.items())
@@ -366,8 +507,6 @@ def test_published_choice_of_an_epoch_is_no_worse_than_any_chosen_before() -> No
 
 @pytest.mark.heavy
 def test_tuned_users_score_with_rows_of_their_own() -> None:
-    from dataclasses import replace
-
     made = pard.setting({**RUN, "method": "pfedrec"}, "as-written", 0)
     trained = pard._train(made, Plateau(1, 9), [], 1)
     users = torch.tensor([3, 700])

@@ -666,6 +666,34 @@ def test_verdicts_of_comparisons(words: list[Any], left: Any, right: Any, verdic
     assert comparison.judge(left, right) == verdict
 
 
+def test_the_same_users_are_compared_user_by_user(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where users differ much and each of them a little, only the difference tells; else nothing changes."""
+    far = """np.random.default_rng(seed).standard_normal(50) + (run["model"] == "s") * 0.1"""
+    usual = RUNNER.replace("level + 0.05 * np.random.default_rng(seed).standard_normal(50)", far)
+    named = usual.replace('"f1": values}', '"f1": values, "user": np.arange(50.0)}')
+    paper = base.load(str(fake / "fake.toml"))
+
+    def judged(runner: str) -> Judged:
+        shutil.rmtree(fake / "out", ignore_errors=True)
+        (fake / "fake_runner.py").write_text(runner)
+        sys.modules.pop("fake_runner", None)
+        run(fake, "--seeds", "3")
+        return results_of(paper, fake / "out", None).judge(paper.claims[0])
+
+    alone, beside = judged(usual), judged(named)
+    assert (alone.ours, alone.differences) == (("within noise",) * 2, (None, None))
+    assert beside.ours == ("holds", "holds")
+    assert [each.value for each in beside.differences if each is not None] == pytest.approx([0.1, 0.1], abs=1e-5)
+    assert beside.theirs == alone.theirs  # the paper's numbers have no users
+    capsys.readouterr()
+    run(fake, "--no-run")
+    assert "differences of the same users 0.1000 [" in capsys.readouterr().out.replace("\n", " ")
+    other = named.replace("np.arange(50.0)", 'np.arange(50.0) + (run["model"] == "s")')
+    assert judged(other) == alone  # other users
+    short = named.replace("np.arange(50.0)", "np.arange(49.0)")
+    assert judged(short) == alone  # an answer that does not say who all its users are
+
+
 def test_verdicts_of_claims() -> None:
     def verdict(judged: str, at_least: int | None = None) -> str:
         words: dict[str, Verdict] = {"h": "holds", "d": "does not hold", "n": "within noise", "-": "not run"}

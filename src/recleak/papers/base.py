@@ -263,7 +263,16 @@ class Comparison(_Frozen):
             return "not run"
         if left.low is None or left.high is None or right.low is None or right.high is None:
             return "within noise"  # one number says nothing about its noise
-        least, most = left.low - right.high, left.high - right.low  # of left - right
+        return self._verdict(left.low - right.high, left.high - right.low)
+
+    def judge_difference(self, difference: Interval) -> Verdict:
+        """The same by the interval of left - right, where both were measured on the same users."""
+        if difference.low is None or difference.high is None:
+            return "within noise"
+        return self._verdict(difference.low, difference.high)
+
+    def _verdict(self, least: float, most: float) -> Verdict:
+        """By the ends of left - right."""
         if self.sign == "<":
             least, most = -most, -least
         if self.sign == "~":

@@ -15,6 +15,7 @@ from recleak import random
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.attribute import MajorityClass, Proportional, ThroughItems, by_learner
 from recleak.attacks.base import Knowledge, WhichAttribute, WhoBelongs
+from recleak.attacks.community import ServerCommunity
 from recleak.attacks.community_items import CommunityThroughItems
 from recleak.attacks.learners import (
     Boosting,
@@ -35,6 +36,7 @@ from recleak.errors import ConfigError
 from recleak.grading import communities, grade_communities, grade_items, pairs_seen, truth_of
 from recleak.metrics.linearized import auc_values, macro_f1_values
 from recleak.models.base import Params
+from recleak.papers.store import USERS
 from recleak.recording import Listening
 from recleak.update import Update
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from recleak.papers.pard import Scalar, Setting
 
 COMMUNITY = 50
+FOLDS = 5  # of users whose attribute is known, for an attack that is graded on them
 _PLAIN = Preparation("standard", "none")
 LEARNERS: Mapping[str, Learner] = {
     "mlp": ChosenEpoch(),
@@ -82,7 +85,9 @@ class OncePerUpload(FromUploads):
 def listener(ask: Mapping[str, Scalar]) -> str:
     """What has to listen for an ask: the same for all attributes, learners and labels."""
     return " ".join(
-        f"{name}={ask[name]}" for name in ("attack", "reads", "uploads", "oracle", "watch", "by") if name in ask
+        f"{name}={ask[name]}"
+        for name in ("attack", "reads", "uploads", "oracle", "watch", "by", "scoring")
+        if name in ask
     )
 
 
@@ -99,11 +104,13 @@ def attack_of(made: Setting, ask: Mapping[str, Scalar], inferred: dict[str, Once
         return FromRepresentations(
             reads=reads, rounds=rounds, watch=watch, oracle=made.oracle(ask), membership=membership
         )
+    scoring: Any = ask.get("scoring", "confidence")  # CDA's eq. 10
     attacks: dict[str, Callable[[], Any]] = {
         "chain": lambda: ThroughItems(membership=membership),
         "membership": lambda: membership,
         "imia": lambda: ShadowClients(participation=membership.participation, seed=made.seed),
         "community": lambda: CommunityThroughItems(membership=membership),
+        "cda": lambda: ServerCommunity(scoring=scoring, vector="fitted", seed=made.seed),
     }
     if name in attacks:
         return attacks[name]()
@@ -127,18 +134,22 @@ def graded(
     name = str(ask["attack"])
     if name in ("membership", "imia"):
         return _items(made, tap)
-    if name in ("community", "random-community"):
-        return _communities(made, tap)
+    if name in ("community", "cda", "random-community"):
+        return _communities(made, ask, tap)
+    if ask.get("among") == "known" and "fold" not in ask:
+        folds = [graded(made, {**ask, "fold": fold}, tap, kept) for fold in range(FOLDS)]
+        return {metric: np.concatenate([each[metric] for each in folds]) for metric in folds[0]}
     attribute = str(ask["attribute"])
     label, names = classes_of(made.train, attribute)
-    graded = np.flatnonzero(made.among(ask) & (label >= 0))
-    question = WhichAttribute(torch.from_numpy(graded), attribute, tuple(names))
+    user = np.flatnonzero(made.among(ask) & (label >= 0))
+    question = WhichAttribute(torch.from_numpy(user), attribute, tuple(names))
     answer = _answer(made, ask, tap, kept, question)
-    own, guess = label[graded], answer.argmax(axis=1)
+    own, guess = label[user], answer.argmax(axis=1)
     return {
         "micro-f1": (guess == own).astype(np.float64),
         "macro-f1": macro_f1_values(guess, own, len(names)),
         "auc": auc_values(answer, own),
+        USERS: user.astype(np.float64),
     }
 
 
@@ -212,12 +223,15 @@ def _items(made: Setting, tap: Listening[Any, Any] | None) -> dict[str, NDArray[
     return {"f1": graded.f1.value, "auc": graded.auc.value}
 
 
-def _communities(made: Setting, tap: Listening[Any, Any] | None) -> dict[str, NDArray[np.float64]]:
-    users = torch.arange(made.train.n_users)
-    truth = communities(made.targets, made.train, COMMUNITY, users)
+def _communities(
+    made: Setting, ask: Mapping[str, Scalar], tap: Listening[Any, Any] | None
+) -> dict[str, NDArray[np.float64]]:
+    users, leader = torch.arange(made.train.n_users), made.leaders(ask)
+    truth = communities(made.targets[leader], made.train, COMMUNITY, leader)
     if tap is None:
-        lot = random.uniform(made.seed, "random community", users.numpy()[:, None], users.numpy())
+        lot = random.uniform(made.seed, "random community", leader.numpy()[:, None], users.numpy())
         answer = torch.from_numpy(lot).float()
     else:
-        answer = tap.answer(WhoBelongs(users, users))
-    return {"accuracy": grade_communities(answer, truth, COMMUNITY, users)["accuracy"].double().numpy()}
+        answer = tap.answer(WhoBelongs(torch.arange(len(leader)), users))
+    accuracy = grade_communities(answer, truth, COMMUNITY, leader)["accuracy"].double().numpy()
+    return {"accuracy": accuracy, USERS: leader.double().numpy()}

@@ -22,6 +22,7 @@ _ONE_SEED = "run-to-run noise is not in it"  # but in the interval over several
 _MARK = "<!-- written by `recleak reproduce"
 _STYLE: dict[Verdict, str] = {"holds": "green", "does not hold": "red", "within noise": "yellow", "not run": "dim"}
 _SPARK = "▁▂▃▄▅▆▇█"
+_FEW = 3  # comparisons of a claim whose differences are said one by one
 _Cells = dict[tuple[str, str], tuple[Cell, Ours]]  # by row and column
 
 
@@ -135,7 +136,7 @@ def show(report: Report) -> None:
         line = Text()
         line.append(f"{judged.verdict}{_thin(judged)}: ", style=_STYLE[judged.verdict])
         line.append(f"{judged.claim.text} ({judged.claim.where}) ")
-        line.append(f"{counts(judged.ours)}{_own(judged)}")
+        line.append(f"{counts(judged.ours)}{_differences(judged)}{_own(judged)}")
         out.print(line, soft_wrap=True)
 
 
@@ -150,6 +151,15 @@ def _own(judged: Judged) -> str:
     if "not run" in judged.theirs:
         return ""
     return f"; in the paper's numbers {counts(judged.theirs)}"
+
+
+def _differences(judged: Judged) -> str:
+    """User by user, with intervals, where a claim has few comparisons."""
+    known = [each for each in judged.differences if each is not None]
+    if not known or len(judged.differences) > _FEW:
+        return ""
+    words = [f"{number(each.value)} [{_interval(each, ', ')}]" for each in known]
+    return f"; difference{'s' * (len(words) > 1)} of the same users {', '.join(words)}"
 
 
 def _thin(judged: Judged) -> str:
@@ -322,8 +332,8 @@ def _markdown_claims(claims: Sequence[Judged]) -> str:
     lines = [_row("claim", "where", "verdict", "comparisons", "in the paper's own numbers"), _row(*["---"] * 5)]
     for judged in claims:
         own = "" if "not run" in judged.theirs else counts(judged.theirs)
-        claim = judged.claim
-        lines.append(_row(claim.text, claim.where, f"**{judged.verdict}**{_thin(judged)}", counts(judged.ours), own))
+        claim, went = judged.claim, f"{counts(judged.ours)}{_differences(judged)}"
+        lines.append(_row(claim.text, claim.where, f"**{judged.verdict}**{_thin(judged)}", went, own))
     return "\n".join([*lines, ""])
 
 

@@ -26,7 +26,8 @@ class Measured:
     """What one ask gave on one run."""
 
     metrics: Mapping[str, NDArray[np.float64]]
-    "By name: one value per graded user (none that is NaN), or one value."
+    "By name: one value per graded user (none that is NaN), or one value. `store.USERS` says who these users are: "
+    "claims about two cells with the same users are judged by their differences."
     series: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     "By name: numbers, or pairs (x, y)."
     seconds: float = 0.0

@@ -29,6 +29,7 @@ Curve = list[tuple[float, float]]  # (x, y) in the order of x
 _DIGITS = 5  # decimals of a user's value
 _RESAMPLES = 2000
 _LEVEL = 0.95
+USERS = "user"  # the metric that says of which users the others of an answer are, in their order
 
 
 class StoreError(RecleakError):
@@ -200,6 +201,8 @@ class Judged:
     theirs: tuple[Verdict, ...]
     seeds: tuple[int, ...]
     "For each comparison, of its cell with the fewest."
+    differences: tuple[Ours | None, ...] = ()
+    "For each comparison, left - right user by user; None where its cells were not measured on the same users."
 
     @property
     def verdict(self) -> Verdict:
@@ -260,8 +263,10 @@ class Results:
         return self._found[key]
 
     def judge(self, claim: Claim) -> Judged:
-        """The verdicts on a claim's comparisons."""
-        ours, theirs, seeds = [], [], []
+        """The verdicts on a claim's comparisons: by the differences of the same users in the same seeds where both
+        cells are stored with who their users are, else by the intervals of both.
+        """
+        ours, theirs, seeds, differences = [], [], [], []
         for comparison in claim.holds_if:
             right = comparison.right
             mine = [self._interval(name) for name in comparison.cells]
@@ -269,10 +274,46 @@ class Results:
             if not isinstance(right, str):
                 mine.append(Point(value=right))
                 published.append(Point(value=right))
-            ours.append(comparison.judge(mine[0], mine[1]))
+            difference = self._difference(comparison.left, right) if isinstance(right, str) else None
+            differences.append(difference)
+            ours.append(
+                comparison.judge(mine[0], mine[1]) if difference is None else comparison.judge_difference(difference)
+            )
             theirs.append(comparison.judge(published[0], published[1]))
             seeds.append(min(self.ours(name).seeds for name in comparison.cells))
-        return Judged(claim, tuple(ours), tuple(theirs), tuple(seeds))
+        return Judged(claim, tuple(ours), tuple(theirs), tuple(seeds), tuple(differences))
+
+    def _difference(self, left: str, right: str) -> Ours | None:
+        """Left - right of two cells, if what counts of both is stored, with the same seeds and users."""
+        from recleak.metrics.intervals import bootstrap_crossed
+
+        if any(self.ours(name) is not self._stored(name) for name in (left, right)):
+            return None
+        mine, other = (self._by_seed(self.paper.cells[name]) for name in (left, right))
+        if not mine or mine.keys() != other.keys():
+            return None
+        users, values = [], []
+        for seed, (who, value) in mine.items():
+            theirs, beside = other[seed]
+            if len(who) < 2 or not np.array_equal(who, theirs):
+                return None
+            users.append(who.astype(np.int64))
+            values.append(value - beside)
+        estimate = bootstrap_crossed(users, values, seed=0, level=_LEVEL, resamples=_RESAMPLES)
+        return Ours(estimate.value, estimate.low, estimate.high, max(map(len, users)), len(values))
+
+    def _by_seed(self, cell: Cell) -> dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """The users of a cell and a value for each; of no seed, if some answer does not say who its users are."""
+        if cell.metric is None:
+            return {}
+        question, found = self.question(cell), {}
+        for seed in self.store.seeds(question):
+            metrics = self._answer(question, seed).metrics
+            users, values = metrics.get(USERS), metrics.get(cell.metric)
+            if users is None or values is None or len(users) != len(values):
+                return {}
+            found[seed] = users, values
+        return found
 
     def _interval(self, name: str) -> Ours | Point | None:
         ours = self.ours(name)
