@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from recleak.data import checkins, lines, movielens, recbole, retail
+from recleak.data import text as text_module
 from recleak.data.interactions import Interactions, Note
 from recleak.data.text import Field, integer, read_json_lines, read_text, real, text, time, verbatim
 from recleak.errors import DataError, RecleakError
@@ -514,6 +516,27 @@ def test_amazon_json_nested_without_end(tmp_path: Path) -> None:
     rows = ["[" * 100_000, *LAYOUTS["amazon json"].lines(150)]
     found = note(retail.read_amazon(write(tmp_path, {"x.json": text_bytes(rows)})), "not a JSON object")
     assert (found.line, found.count) == (1, 1)
+
+
+def test_json_lines_become_objects_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As objects of Python all lines of a block took a hundred times its size."""
+    layout = LAYOUTS["amazon json"]
+    rows = layout.lines(30_000)
+    write(tmp_path, {layout.file: text_bytes(rows)})
+    whole = layout.read(tmp_path)
+    peaks = []
+    for most in (1 << 30, 1 << 14):
+        monkeypatch.setattr(text_module, "JSON_BYTES", most)
+        tracemalloc.start()
+        assert layout.read(tmp_path).fingerprint == whole.fingerprint
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] / 4
+    monkeypatch.setattr(text_module, "JSON_BYTES", 200)
+    rows[7_000] = json.dumps({"reviewerID": "A1", "asin": "B1", "reviewText": "x" * 200, "unixReviewTime": 1400630400})
+    found = note(layout.read(write(tmp_path, {layout.file: text_bytes(rows)})), "rows dropped")
+    assert (found.line, found.count) == (7_001, 1)
+    assert "not a JSON object of at most 200 bytes" in found.what
 
 
 def test_taobao_values(tmp_path: Path) -> None:

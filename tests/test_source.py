@@ -67,7 +67,14 @@ def test_raw_folders_open_by_path(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "files",
-    [{}, {"log.csv": TABLE}, {"ratings.csv": TABLE}, {"package.json": "{}"}, {"meta_Cell_Phones.json": "{}"}, {"raw_sample.csv": TABLE}],
+    [
+        {},
+        {"log.csv": TABLE},
+        {"ratings.csv": TABLE},
+        {"package.json": "{}"},
+        {"meta_Cell_Phones.json": "{}"},
+        {"raw_sample.csv": TABLE},
+    ],
 )
 def test_other_folders_are_not_taken_for_a_data_set(tmp_path: Path, files: dict[str, str]) -> None:
     with pytest.raises(NotFoundError, match="no known data set in this folder") as caught:

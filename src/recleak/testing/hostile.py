@@ -19,18 +19,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import polars as pl
 import torch
 from safetensors.numpy import save
 
-from recleak.audited import stored
+from recleak.audited import ranked, stored
 from recleak.data import store
 from recleak.data.arrays import Arrays
 from recleak.data.columns import read_columns, read_ids, read_lists, read_users
 from recleak.data.describe import describe
+from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
 from recleak.experiment import read as read_experiment
 from recleak.files import read_table
@@ -40,8 +41,10 @@ from recleak.models.components import Component
 from recleak.papers.base import Paper
 from recleak.papers.cells_file import from_json
 from recleak.papers.store import Question, Store
+from recleak.protocols.published import Published
 from recleak.protocols.recorded import checked, survey
 from recleak.protocols.saving import Checkpoint
+from recleak.protocols.vectors import Kind, Vectors
 from recleak.recording import Recorder, read_manifest, replay
 from recleak.testing.samples import Files, data_sets, parquet_of
 from recleak.training.optimizers import Adam
@@ -342,6 +345,9 @@ def readers(folder: Path, paper: Paper | None = None) -> dict[str, Reader]:
         "ids": Reader(lambda at: read_ids(at / "a.csv", "item"), {"a.csv": b"item\nx\ny\nz\n"}, 1),
         "findings": Reader(Findings.read, _findings(folder / "findings"), 2),
         "facts of a cell": Reader(_facts, {"a.json": b'{"reason": null, "roc": []}', "a.parquet": _parquet(table)}, 2),
+        "ranks of a cell": Reader(_ranks, {"a.parquet": parquet_of(_metrics()), "b.parquet": parquet_of(_named())}, 2),
+        "lists of a run": Reader(_lists, {"a.parquet": parquet_of(_shown())}, 2),
+        "vectors of a run": Reader(_vectors, {"a.safetensors": _given(folder)}, 2),
         "experiment": Reader(lambda at: read_experiment(at / "a.toml"), {"a.toml": b'title = "x"\nseeds = [1]\n'}, 1),
         "stored result": Reader(_stored, _result(folder / "results"), 3),
     }
@@ -508,6 +514,45 @@ def _findings(folder: Path) -> Files:
 def _facts(folder: Path) -> None:
     stored(folder / "a.json", "reason")
     read_table(folder / "a.parquet")
+
+
+def _metrics() -> pl.DataFrame:
+    return pl.DataFrame({"user": [0, 2, 3], "hit@10": [0.0, 1.0, 0.0], "ndcg@10": [0.0, 0.5, 0.0]})
+
+
+def _named() -> pl.DataFrame:
+    return pl.concat(_metrics().with_columns(recommender=pl.lit(name)) for name in ("chance", "MostPop"))
+
+
+def _ranks(folder: Path) -> None:
+    ranked(folder / "a.parquet", "hit@10")
+    ranked(folder / "b.parquet", by="recommender")
+
+
+def _small() -> Interactions:
+    return Interactions.build(pl.DataFrame({"user": ["a", "b", "c"], "item": ["x", "y", "z"]}))
+
+
+def _shown() -> pl.DataFrame:
+    return pl.DataFrame({"user": ["a", "a", "c"], "item": ["x", "z", "y"], "session": [0, 0, 0], "rank": [0, 1, 0]})
+
+
+def _lists(folder: Path) -> None:
+    given = Published(str(folder / "a.parquet"))
+    given.users(_small())
+    given.send(_small(), [])
+
+
+def _given(folder: Path) -> bytes:
+    user, item = torch.tensor([0, 2]), torch.tensor([1])
+    return _saved({"user": user, "vector": torch.ones(2, 3), "item": item, "item_vector": torch.ones(1, 3)}, {}, folder)
+
+
+def _vectors(folder: Path) -> None:
+    for kind in get_args(Kind):
+        given = Vectors(str(folder / "a.safetensors"), kind=kind)
+        given.users(_small())
+        given.send(_small(), [])
 
 
 def _question() -> Question:
