@@ -110,7 +110,7 @@ def main() -> None:
 
 def _line(name: str, found: Counter[str]) -> str:
     what = f"{found['read']:7,} read, {found['refused']:7,} refused, {found['other']} other errors"
-    return f"{name:16} {sum(found.values()):7,} inputs: {what}"
+    return f"{name:20} {sum(found.values()):7,} inputs: {what}"
 
 
 def _late(signal: int, frame: FrameType | None) -> None:

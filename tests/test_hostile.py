@@ -22,10 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from recleak.audited import _graded, stored
+from recleak.audited import _graded, ranked, stored
 from recleak.data import lines
 from recleak.data.arrays import Arrays
 from recleak.data.columns import read_columns, read_users
+from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
 from recleak.errors import DataError, RecleakError
 from recleak.files import read_bytes, read_table, refuse_links
@@ -36,7 +37,9 @@ from recleak.parquet import size_of
 from recleak.protocols.centralized import Centralized, train_centralized
 from recleak.protocols.federated import Federated, train_federated
 from recleak.protocols.gossip import Gossip, train_gossip
+from recleak.protocols.published import Published
 from recleak.protocols.saving import Checkpoint
+from recleak.protocols.vectors import Vectors
 from recleak.recording import Recorder, replay
 from recleak.strict_json import parse_json
 from recleak.testing.hostile import Late, Reader, broken, excused, readers
@@ -47,9 +50,11 @@ from recleak.wire import Broadcast, MessageError, Server, decode
 
 NAMES = (
     *("Broadcast", "Upload", "Aggregate", "Push", "Recommendations", "Disclosure", "Embeddings", "recording"),
-    *("audited recording", "checkpoint", "npy", "npz", "safetensors", "data set", "LensKit", "RecBole", "MovieLens"),
-    *("CSV", "gzip CSV", "Parquet", "lists", "ids", "findings", "facts of a cell", "experiment", "stored result"),
-    *("Flower array", "reproduction"),
+    *("audited recording", "checkpoint", "what clients keep", "npy", "npz", "safetensors", "data set", "LensKit"),
+    *("RecBole", "MovieLens-100K", "MovieLens-1M", "MovieLens-10M", "MovieLens, CSV", "Foursquare"),
+    *("Foursquare, compact", "Gowalla", "Steam", "Amazon, JSON", "Amazon, gzip", "Amazon, CSV", "Taobao"),
+    *("CSV", "gzip CSV", "Parquet", "lists", "ids", "findings", "facts of a cell", "ranks of a cell"),
+    *("lists of a run", "vectors of a run", "experiment", "stored result", "Flower array", "reproduction"),
 )
 
 
@@ -471,6 +476,69 @@ def test_cells_that_are_not_ours_are_refused(tmp_path: Path) -> None:
             _graded(tmp_path / "a.parquet", users, items=items)
 
 
+def test_ranks_that_are_not_ours_are_refused(tmp_path: Path) -> None:
+    whole = pl.DataFrame({"user": [0, 2], "hit@10": [0.0, 1.0]})
+    whole.write_parquet(tmp_path / "a.parquet")
+    assert ranked(tmp_path / "a.parquet", "hit@10").equals(whole)
+    for frame in (
+        whole.drop("user"),
+        whole.drop("hit@10"),
+        whole.with_columns(user=pl.lit(0)),
+        whole.with_columns(pl.col("hit@10").cast(pl.String)),
+        whole.with_columns(pl.lit(None, pl.Float64).alias("hit@10")),
+    ):
+        frame.write_parquet(tmp_path / "a.parquet")
+        with pytest.raises(DataError, match="it will be measured again"):
+            ranked(tmp_path / "a.parquet", "hit@10")
+    whole.write_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="it will be measured again"):
+        ranked(tmp_path / "a.parquet", by="recommender")
+
+
+THREE = Interactions.build(pl.DataFrame({"user": ["a", "b", "c"], "item": ["x", "y", "z"]}))
+
+
+def test_lists_of_a_run_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pl.DataFrame({"user": ["a", "a", "c"], "item": ["x", "z", "y"], "session": [0] * 3, "rank": [0, 1, 0]})
+    given = Published(str(tmp_path / "a.parquet"))
+    whole.write_parquet(tmp_path / "a.parquet")
+    given.send(THREE, [])
+    for frame, message in (
+        (whole.drop("rank"), "expected texts user, item"),
+        (whole.with_columns(user=pl.lit(1)), "expected texts user, item"),
+        (whole.with_columns(rank=pl.lit(None, pl.Int64)), "expected texts user, item"),
+        (whole.with_columns(rank=pl.Series([0, 2**40, 0])), "are not 0, 1, 2"),
+        (whole.with_columns(rank=pl.Series([-1, 0, 0])), "are not 0, 1, 2"),
+        (whole.with_columns(rank=0), "are not 0, 1, 2"),
+    ):
+        frame.write_parquet(tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=message):
+            given.send(THREE, [])
+    monkeypatch.setattr("recleak.protocols.published._PLACES", 3)
+    monkeypatch.setattr("recleak.protocols.published._RATIO", 1)
+    whole.write_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"2 lists, the longest of 2 items, take 4 places for 3"):
+        given.send(THREE, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"user": torch.tensor([0.0, 2.0])}, "user"),
+        ({"user": torch.tensor([0, -1])}, "negative"),
+        ({"vector": torch.ones(3, 3)}, "B = 2"),
+        ({"vector": torch.full((2, 3), torch.nan)}, "not finite"),
+        ({"item_vector": torch.ones(1, 4)}, "d = 3"),
+        ({"item": torch.tensor([3])}, "the data have 3"),
+    ],
+)
+def test_vectors_of_a_run_that_are_none(tmp_path: Path, change: dict[str, torch.Tensor], message: str) -> None:
+    whole = {"user": torch.tensor([0, 2]), "vector": torch.ones(2, 3), "item": torch.tensor([1])}
+    replace_file(tmp_path / "a.safetensors", {**whole, "item_vector": torch.ones(1, 3), **change}, {})
+    with pytest.raises(DataError, match=message):
+        Vectors(str(tmp_path / "a.safetensors")).send(THREE, [])
+
+
 # --- messages and checkpoints -------------------------------------------------------------------------------------
 
 
@@ -539,6 +607,18 @@ def test_a_journal_that_points_outside(tmp_path: Path) -> None:
         replace_file(tmp_path / "clients" / "journal" / "00000000.safetensors", tensors, {"committed": 0})
         with pytest.raises(CheckpointError, match="cannot be put back"):
             ClientStore(*arguments)
+
+
+@pytest.mark.parametrize("name", ["clients", "clients/writes.bin", "clients/journal/1.safetensors.partial"])
+def test_what_clients_keep_is_in_plain_files(tmp_path: Path, name: str) -> None:
+    """The first is a file where a folder should be, the others are folders."""
+    arguments = (MF(factors=2).components(), Adam(), 4, 3, 0, tmp_path)
+    if name == "clients":
+        (tmp_path / name).write_bytes(b"")
+    else:
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        ClientStore(*arguments)
 
 
 DATA = Synthetic(n_users=12, n_items=20, mean_activity=5, min_activity=3).generate()

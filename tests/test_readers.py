@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from recleak.data import checkins, lines, movielens, recbole, retail
+from recleak.data import text as text_module
 from recleak.data.interactions import Interactions, Note
 from recleak.data.text import Field, integer, read_json_lines, read_text, real, text, time, verbatim
 from recleak.errors import DataError, RecleakError
@@ -89,6 +91,27 @@ LAYOUTS: dict[str, Layout] = {
         sides={
             "users.dat": table([f"{n}::{'MF'[n % 2]}::25::{n}::0213{n}" for n in range(1, 8)]),
             "movies.dat": table([f"{n}::Film {n} (1995)::Comedy|Drama" for n in range(1, 6)]),
+        },
+    ),
+    "ml-10m": Layout(
+        read=movielens.read_ml_10m,
+        file="ratings.dat",
+        row=lambda n: f"{user(n)}::{item(n)}::{n % 5 + 0.5}::{978300000 + n}",
+        short="1::2::3",
+        unparsable="1::2::five::978300000",
+        sides={"movies.dat": table([f"{n}::Film {n} (1995)::Comedy|Drama" for n in range(1, 6)])},
+    ),
+    "ml-latest": Layout(
+        read=movielens.read_ml_csv,
+        file="ratings.csv",
+        header="userId,movieId,rating,timestamp",
+        row=lambda n: f"{user(n)},{item(n)},{n % 5 + 0.5},{978300000 + n}",
+        short="1,2,3",
+        unparsable="1,2,five,978300000",
+        sides={
+            "movies.csv": table(
+                ["movieId,title,genres", *[f'{n},"Film, the {n}. (1995)",Comedy|Drama' for n in range(1, 6)]]
+            )
         },
     ),
     "recbole": Layout(
@@ -259,6 +282,38 @@ def test_ml_1m_notes_an_unknown_occupation(tmp_path: Path) -> None:
     found = note(data, "rows dropped")
     assert (found.file, found.line, found.count) == ("users.dat", 60, 1)
     assert "occupation is '21', not an occupation code" in found.what
+
+
+def test_ml_10m_values(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "ratings.dat": b"1::122::5::838985046\n2::122::3.5::0\n2::7::0.5::868245777\n",
+            "movies.dat": "7::Amelié (2001)::(no genres listed)\n122::Boomerang (1992)::Comedy|Romance\n".encode(),
+        },
+    )
+    data = movielens.read_ml_10m(tmp_path)
+    assert data.rows.rows() == [(0, 1, 5.0, 838985046), (1, 1, 3.5, None), (1, 0, 0.5, 868245777)]
+    assert data.users.rows() == [(1,), (2,)]
+    assert data.items.rows() == [(7, "Amelié (2001)", []), (122, "Boomerang (1992)", ["Comedy", "Romance"])]
+    assert [(each.what, each.count) for each in data.notes] == [("ratings without a time (0)", 1)]
+
+
+def test_ml_latest_values(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "ratings.csv": b"userId,movieId,rating,timestamp\n1,31,2.5,1260759144\n2,11,4.0,1260759179\n",
+            "movies.csv": b'movieId,title,genres\n11,"American President, The (1995)",Comedy|Drama\n'
+            b"31,Moana,(no genres listed)\n"
+            b'40,"""Great"" Man, The",Drama\n',
+            "links.csv": b"movieId,imdbId,tmdbId\n1,0114709,862\n",
+        },
+    )
+    data = movielens.read_ml_csv(tmp_path)
+    assert data.rows.rows() == [(0, 1, 2.5, 1260759144), (1, 0, 4.0, 1260759179)]
+    assert data.users.rows() == [(1,), (2,)]
+    assert data.items.rows() == [(11, "American President, The (1995)", ["Comedy", "Drama"]), (31, "Moana", [])]
 
 
 def test_recbole_values(tmp_path: Path) -> None:
@@ -461,6 +516,28 @@ def test_amazon_json_nested_without_end(tmp_path: Path) -> None:
     rows = ["[" * 100_000, *LAYOUTS["amazon json"].lines(150)]
     found = note(retail.read_amazon(write(tmp_path, {"x.json": text_bytes(rows)})), "not a JSON object")
     assert (found.line, found.count) == (1, 1)
+
+
+def test_json_lines_become_objects_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As objects of Python all lines of a block took a hundred times its size."""
+    layout = LAYOUTS["amazon json"]
+    rows = layout.lines(8_000)
+    write(tmp_path, {layout.file: text_bytes(rows)})
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 1 << 20)  # all of it is one block
+    fields, peaks, tables = [Field("user", "reviewerID", required=True)], [], []
+    for most in (1 << 30, 1 << 14):
+        monkeypatch.setattr(text_module, "JSON_BYTES", most)
+        tracemalloc.start()
+        tables.append(read_json_lines(tmp_path / layout.file, fields)[0])
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert tables[0].equals(tables[1])
+    assert peaks[1] < peaks[0] / 2
+    monkeypatch.setattr(text_module, "JSON_BYTES", 200)
+    rows[7_000] = json.dumps({"reviewerID": "A1", "asin": "B1", "reviewText": "x" * 200, "unixReviewTime": 1400630400})
+    found = note(layout.read(write(tmp_path, {layout.file: text_bytes(rows)})), "rows dropped")
+    assert (found.line, found.count) == (7_001, 1)
+    assert "not a JSON object of at most 200 bytes" in found.what
 
 
 def test_taobao_values(tmp_path: Path) -> None:
@@ -668,7 +745,7 @@ def test_header_only(tmp_path: Path, name: str) -> None:
 
 
 def separator_of(name: str) -> str:
-    return "::" if name == "ml-1m" else "," if LAYOUTS[name].file.endswith(".csv") else "\t"
+    return "::" if name in ("ml-1m", "ml-10m") else "," if LAYOUTS[name].file.endswith(".csv") else "\t"
 
 
 @pytest.mark.parametrize("wrong", [";", "\t", "|", ","])
@@ -719,7 +796,7 @@ def test_mixed_encodings(tmp_path: Path, name: str) -> None:
     first = rows[-1]
     if name.startswith("steam"):
         first = b'1,"Caf\xe9 Racer",play,1.0,0'
-    elif name in ("ml-100k", "ml-1m", "gowalla", "taobao"):
+    elif name in ("ml-100k", "ml-1m", "ml-10m", "ml-latest", "gowalla", "taobao"):
         first = b"\xe9" + first  # an id that is no number: a bad row as well
     else:
         first = sick.get(

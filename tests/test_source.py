@@ -23,6 +23,11 @@ RAW = {
         "u.data": "1\t2\t3\t978300760\n", "u.user": "1|24|M|writer|02139\n", "u.item": "2|T||||" + "|".join("1" * 19),
     },
     "ml-1m": {"ratings.dat": "1::2::3::978300760\n", "users.dat": "1::F::25::10::48067\n", "movies.dat": "2::T::War\n"},
+    "ml-10m": {"ratings.dat": "1::2::3.5::978300760\n", "movies.dat": "2::T::War\n"},
+    "ml-latest": {
+        "ratings.csv": "userId,movieId,rating,timestamp\n1,2,3.5,978300760\n",
+        "movies.csv": "movieId,title,genres\n2,T,War\n",
+    },
     "steam": {"steam-200k.csv": "1,Dota 2,play,2.5,0\n"},
     "amazon": {"reviews_Books_5.json": REVIEW},
     "amazon as CSV": {"Cell_Phones_5core.csv": "reviewerID,asin,unixReviewTime\nu,i,1390000000\n", "meta_x.json": ""},
@@ -62,7 +67,14 @@ def test_raw_folders_open_by_path(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "files",
-    [{}, {"log.csv": TABLE}, {"package.json": "{}"}, {"meta_Cell_Phones.json": "{}"}, {"raw_sample.csv": TABLE}],
+    [
+        {},
+        {"log.csv": TABLE},
+        {"ratings.csv": TABLE},
+        {"package.json": "{}"},
+        {"meta_Cell_Phones.json": "{}"},
+        {"raw_sample.csv": TABLE},
+    ],
 )
 def test_other_folders_are_not_taken_for_a_data_set(tmp_path: Path, files: dict[str, str]) -> None:
     with pytest.raises(NotFoundError, match="no known data set in this folder") as caught:

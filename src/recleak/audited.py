@@ -199,7 +199,7 @@ class Audited:
     def utility(self, metric: str) -> BySeed:
         """The recommender's."""
         cells = [cell for cell in self.cells if has_utility(cell)]
-        return {cell.seed: per_user(read_table(cell.path / "utility.parquet"), metric) for cell in cells}
+        return {cell.seed: per_user(ranked(cell.path / "utility.parquet", metric), metric) for cell in cells}
 
 
 def stored(file: Path, *names: str) -> dict[str, Any]:
@@ -224,6 +224,20 @@ def _graded(file: Path, n_users: int, *, items: bool) -> pl.DataFrame:
     kinds = {name: frame.schema.get(name) for name in expected}
     if kinds != expected or not bool(frame["user"].is_between(0, n_users, closed="left").all()):
         problem = f"got the columns {dict(frame.schema)!s:.200}, expected {expected!s:.400} of {n_users:,} users"
+        raise DataError(problem, file=file, remedy=_AGAIN)
+    return frame
+
+
+def ranked(file: Path, *metrics: str, by: str | None = None) -> pl.DataFrame:
+    """Ranking metrics of users, each once, with these among them: of one recommender, or of several `by` name."""
+    frame = read_table(file)
+    kinds = frame.schema
+    numbers = [name for name in frame.columns if name not in ("user", by)]
+    whole = kinds.get("user") == pl.Int64 and {*metrics} <= {*numbers} and (by is None or kinds.get(by) == pl.String)
+    whole = whole and all(kinds[name] == pl.Float64 for name in numbers) and not any(frame.null_count().row(0))
+    if not whole or frame.select(name for name in ("user", by) if name).is_duplicated().any():
+        expected = ", ".join(["numbers of users", *metrics])
+        problem = f"got the columns {dict(kinds)!s:.200}, expected {expected}, each user once"
         raise DataError(problem, file=file, remedy=_AGAIN)
     return frame
 

@@ -24,10 +24,10 @@ from recleak.audited import (
     has_utility,
     nothing,
     per_user,
+    ranked,
     stored,
 )
 from recleak.cells import COMMUNITY, MEMBERSHIP, loaded
-from recleak.files import read_table
 from recleak.findings import TABLES
 from recleak.metrics.comparison import (
     Counts,
@@ -178,7 +178,7 @@ def _range(value: Mapping[str, Any]) -> str:
 
 def _utility(audited: Audited) -> Rows:
     found: Rows = []
-    given = [read_table(each.path) for each in audited.baselines if each.path.exists()]
+    given = [ranked(each.path, by="recommender") for each in audited.baselines if each.path.exists()]
     names = [name for name in (given[0].columns if given else []) if name not in ("user", "recommender")]
     for name in given[0]["recommender"].unique(maintain_order=True) if given else []:
         some = [table.filter(pl.col("recommender") == name) for table in given]

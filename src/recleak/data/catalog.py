@@ -6,7 +6,7 @@ No data is in this package. `locate` looks in `RECLEAK_DATA` and in the cache; `
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -83,7 +83,12 @@ class Entry:
 
     def holds(self, folder: Path) -> bool:
         """Whether all files of one layout are in a folder, whatever its name."""
-        return any(all(_has(folder, pattern) for pattern in layout) for layout in self.layouts)
+        return any(has_all(folder, layout) for layout in self.layouts)
+
+
+def has_all(folder: Path, layout: Iterable[str]) -> bool:
+    """Whether all files of a layout are in a folder, plain or .gz."""
+    return all(_has(folder, pattern) for pattern in layout)
 
 
 def _has(folder: Path, pattern: str) -> bool:

@@ -1,4 +1,4 @@
-"""MovieLens-100K and MovieLens-1M, as GroupLens publishes them (plain or .gz)."""
+"""MovieLens as GroupLens publishes it (plain or .gz): 100K, 1M, 10M, and 20M, 25M, 32M and latest, which are alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import polars as pl
 
 from recleak.data.interactions import Interactions, Note
 from recleak.data.lines import find_file
-from recleak.data.text import Field, integer, read_text, real, text, time
+from recleak.data.text import Field, integer, read_text, real, time
 
 _RATINGS = (Field("user", 0, integer, True), Field("item", 1, integer, True), Field("rating", 2, real, True))
 # fmt: off
@@ -23,6 +23,7 @@ _OCCUPATIONS_1M = (
     "unemployed", "writer",
 )
 # fmt: on
+_NO_GENRES = "(no genres listed)"  # the publisher's own words
 AGE_BANDS_1M = {
     "1": "under 18",
     "18": "18 to 24",
@@ -73,6 +74,40 @@ def read_ml_1m(folder: Path) -> Interactions:
 
     A time of 0 is unknown: copies of the file exist in which most times are missing.
     """
+    events, notes = _ratings_dat(folder)
+    profile = [Field("gender", 1), Field("age", 2, _age_band), Field("occupation", 3, _occupation), Field("zip", 4)]
+    users, user_notes = read_text(
+        find_file(folder, "users.dat"), [Field("id", 0, integer, True), *profile], separator="::", header=False, width=5
+    )
+    items, item_notes = _movies_dat(folder, latin_expected=True)
+    return Interactions.build(events, users, items, [*notes, *user_notes, *item_notes])
+
+
+def read_ml_10m(folder: Path) -> Interactions:
+    """`ratings.dat` and `movies.dat` of MovieLens-10M: nothing is told of users, and stars come in halves."""
+    events, notes = _ratings_dat(folder)
+    items, item_notes = _movies_dat(folder, latin_expected=False)
+    return Interactions.build(events, items=items, notes=[*notes, *item_notes])
+
+
+def read_ml_csv(folder: Path) -> Interactions:
+    """`ratings.csv` and `movies.csv` of MovieLens-20M, 25M, 32M and latest: nothing is told of users."""
+    names = ("user", "userId", integer), ("item", "movieId", integer), ("rating", "rating", real)
+    ratings = [Field(name, source, parse, True) for name, source, parse in names]
+    events, notes = read_text(
+        find_file(folder, "ratings.csv"), [*ratings, Field("time", "timestamp", time)], separator=",", header=True
+    )
+    items, item_notes = read_text(
+        find_file(folder, "movies.csv"),
+        [Field("id", "movieId", integer, True), Field("title", "title"), Field("categories", "genres", _genres)],
+        separator=",",
+        header=True,
+        quoted=True,
+    )
+    return Interactions.build(events, items=items, notes=[*notes, *item_notes])
+
+
+def _ratings_dat(folder: Path) -> tuple[pl.DataFrame, list[Note]]:
     events, notes = read_text(
         find_file(folder, "ratings.dat"), [*_RATINGS, Field("time", 3, time)], separator="::", header=False, width=4
     )
@@ -81,17 +116,21 @@ def read_ml_1m(folder: Path) -> Interactions:
         events = events.with_columns(pl.col("time").replace(0, None))
         remedy = "These users have no order in time beyond the ratings that have one."
         notes.append(Note("ratings without a time (0)", unknown, remedy, "ratings.dat"))
-    profile = [Field("gender", 1), Field("age", 2, _age_band), Field("occupation", 3, _occupation), Field("zip", 4)]
-    users, user_notes = read_text(
-        find_file(folder, "users.dat"), [Field("id", 0, integer, True), *profile], separator="::", header=False, width=5
-    )
-    items, item_notes = read_text(
+    return events, notes
+
+
+def _movies_dat(folder: Path, latin_expected: bool) -> tuple[pl.DataFrame, list[Note]]:
+    return read_text(
         find_file(folder, "movies.dat"),
-        [Field("id", 0, integer, True), Field("title", 1, text), Field("categories", 2)],
+        [Field("id", 0, integer, True), Field("title", 1), Field("categories", 2, _genres)],
         separator="::",
         header=False,
         width=3,
-        latin_expected=True,
+        latin_expected=latin_expected,
     )
-    items = items.with_columns(pl.col("categories").str.split("|"))
-    return Interactions.build(events, users, items, [*notes, *user_notes, *item_notes])
+
+
+def _genres(values: pl.Series) -> pl.Series:
+    """Genres with bars between them; a movie that is said to have none has an empty list."""
+    genres = values.replace(_NO_GENRES, "").str.split("|")
+    return genres.list.eval(pl.element().filter(pl.element() != ""))

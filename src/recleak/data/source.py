@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from recleak.data import catalog, lenskit, recbole, store
+from recleak.data import catalog, lenskit, movielens, recbole, store
 from recleak.data.columns import GUESSED, ColumnMap, read_columns
 from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
 from recleak.errors import NotFoundError, RecleakError, unknown_name
 
 SYNTHETIC = "synthetic"
+_UNNAMED: Mapping[tuple[str, ...], catalog.Read] = {  # editions that have no name in the catalog; asked after it
+    ("ratings.dat", "movies.dat"): movielens.read_ml_10m,
+    ("ratings.csv", "movies.csv"): movielens.read_ml_csv,
+}
 
 
 def open_data(
@@ -60,8 +65,11 @@ def _open_folder(folder: Path) -> Interactions:
     for entry in catalog.CATALOG.values():
         if entry.holds(folder):
             return entry.read(folder)
+    for layout, read in _UNNAMED.items():
+        if catalog.has_all(folder, layout):
+            return read(folder)
     raise NotFoundError(
         f"{folder}: no known data set in this folder.\n"
         "  Known are dataset.json (converted), *.inter (RecBole), schema.json (LensKit), and the files of "
-        f"{', '.join(catalog.CATALOG)} as published. For a table, give the file itself."
+        f"{', '.join(catalog.CATALOG)} and of any other MovieLens as published. For a table, give the file itself."
     )

@@ -28,6 +28,7 @@ SEPARATORS = ("\t", "::", "|", ";", ",", " ")
 _FIRST_TIME = int(datetime(1900, 1, 1, tzinfo=UTC).timestamp())
 _LAST_TIME = int(datetime(2201, 1, 1, tzinfo=UTC).timestamp()) - 1
 _WIDEST = 10_000  # fields in a row: each costs memory of its own in every block
+JSON_BYTES = 1 << 20  # of a line of JSON, and of lines that are objects of Python at a time
 _AGREEMENT = 0.9  # of the lines must have as many fields as the first
 
 Parse = Callable[[pl.Series], pl.Series]
@@ -300,7 +301,11 @@ def _parse(batch: _Batch, fields: Sequence[Field], width: int, separator: str, t
     tally.bad += int(bad.sum())
     at = int(bad.arg_max() or 0)
     if batch.ragged is not None and batch.ragged[at] != width:
-        reason = f"{batch.ragged[at]} fields instead of {width}" if separator else "not a JSON object"
+        reason = (
+            f"{batch.ragged[at]} fields instead of {width}"
+            if separator
+            else f"not a JSON object of at most {JSON_BYTES:,} bytes"
+        )
     else:
         wrong = next(n for n in range(len(fields)) if values[n][at] is None and (texts[n][at] or fields[n].required))
         kind = (fields[wrong].parse.__doc__ or "").split(".")[0].split(":")[0].strip()
@@ -350,23 +355,36 @@ def read_json_lines(path: Path, fields: Sequence[Field]) -> tuple[pl.DataFrame, 
     feed = _open(path, tally)
     parts = []
     while feed.peek() is not None:
-        number, body = feed.rest()
-        lines = body.decode().removesuffix("\n").split("\n")
-        filled = [(at, line) for at, line in enumerate(lines, number) if line.strip(BLANK)]
-        tally.blank += len(lines) - len(filled)
-        objects = [_object(line) for _, line in filled]
-        cells = [
-            pl.Series([_member(each.get(str(field.source))) for each in objects], dtype=pl.String) for field in fields
-        ]
-        widths = pl.Series([len(each) > 0 for each in objects], dtype=pl.UInt32)
-        batch = _Batch(cells, widths, filled.__getitem__)
-        parts.append(_parse(batch, fields, 1, "", tally))
+        for number, body in _pieces(*feed.rest()):
+            lines = body.decode().removesuffix("\n").split("\n")
+            filled = [(at, line) for at, line in enumerate(lines, number) if line.strip(BLANK)]
+            tally.blank += len(lines) - len(filled)
+            objects = [_object(line) for _, line in filled]
+            cells = [
+                pl.Series([_member(each.get(str(field.source))) for each in objects], dtype=pl.String)
+                for field in fields
+            ]
+            widths = pl.Series([len(each) > 0 for each in objects], dtype=pl.UInt32)
+            batch = _Batch(cells, widths, filled.__getitem__)
+            parts.append(_parse(batch, fields, 1, "", tally))
     tally.check()
     return _joined(parts, fields), tally.notes(latin_expected=False)
 
 
+def _pieces(number: int, body: bytes) -> Iterator[tuple[int, bytes]]:
+    """Lines in pieces with the number of their first: as objects of Python they take a hundred times their size."""
+    start = 0
+    while start < len(body):
+        end = body.find(b"\n", start + JSON_BYTES) + 1 or len(body)
+        piece = body[start:end]
+        yield number, piece
+        number, start = number + piece.count(b"\n"), end
+
+
 def _object(line: str) -> dict[str, object]:
-    """A line's JSON object; empty if it is none."""
+    """A line's JSON object; empty if it is none, or too long for one."""
+    if len(line) > JSON_BYTES:
+        return {}
     try:
         parsed = json.loads(line)
     except (ValueError, RecursionError):

@@ -16,9 +16,10 @@ from recleak.errors import ConfigError, DataError
 from recleak.recording import Tap
 from recleak.training.state import read_file
 from recleak.update import Update
-from recleak.wire import Embeddings, Upload
+from recleak.wire import Embeddings, MessageError, Upload, encode
 
 Kind = Literal["embeddings", "uploads"]
+_REMEDY = "Give a file that `recleak audit --embeddings` wrote."
 UPLOAD = "upload"  # the name of the one component that plain uploads have
 
 
@@ -68,9 +69,12 @@ class Vectors:
         tensors, _ = read_file(path)
         try:
             found = Embeddings(*(tensors[name] for name in ("user", "vector", "item", "item_vector")))
-        except KeyError as error:
-            remedy = "Give a file that `recleak audit --embeddings` wrote."
-            raise DataError(f"no tensor {error}", file=path, remedy=remedy) from error
+            encode(found)  # its checks of types and shapes
+        except (KeyError, MessageError) as error:
+            problem = f"no tensor {error}" if isinstance(error, KeyError) else str(error).removesuffix(".")
+            raise DataError(problem, file=path, remedy=_REMEDY) from error
+        if not (found.vector.isfinite().all() and found.item_vector.isfinite().all()):
+            raise DataError("a vector is not finite", file=path, remedy=_REMEDY)
         for code, bound, what in ((found.user, data.n_users, "user"), (found.item, data.n_items, "item")):
             if len(code) and int(code.max()) >= bound:
                 problem = f"the vectors name the {what} {int(code.max())}, the data have {bound}"

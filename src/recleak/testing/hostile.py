@@ -19,18 +19,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import polars as pl
 import torch
 from safetensors.numpy import save
 
-from recleak.audited import stored
-from recleak.data import lenskit, movielens, recbole, store
+from recleak.audited import ranked, stored
+from recleak.data import store
 from recleak.data.arrays import Arrays
 from recleak.data.columns import read_columns, read_ids, read_lists, read_users
 from recleak.data.describe import describe
+from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
 from recleak.experiment import read as read_experiment
 from recleak.files import read_table
@@ -40,10 +41,14 @@ from recleak.models.components import Component
 from recleak.papers.base import Paper
 from recleak.papers.cells_file import from_json
 from recleak.papers.store import Question, Store
+from recleak.protocols.published import Published
 from recleak.protocols.recorded import checked, survey
 from recleak.protocols.saving import Checkpoint
+from recleak.protocols.vectors import Kind, Vectors
 from recleak.recording import Recorder, read_manifest, replay
-from recleak.training.state import read_file, replace_file
+from recleak.testing.samples import Files, data_sets, parquet_of
+from recleak.training.optimizers import Adam
+from recleak.training.state import ClientStore, read_file, replace_file
 from recleak.update import Update
 from recleak.wire import (
     Aggregate,
@@ -59,7 +64,6 @@ from recleak.wire import (
     encode,
 )
 
-Files = Mapping[str, bytes]  # by their names in a folder
 _ODD: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2**31, 2**53 + 1, 2**63, 10**30, -0.5, 1e308, float("nan"), float("inf")),
     *("", "x", "../../etc/passwd", "/etc/passwd", "nan", "-1", "\ud800", "\x00", "é" * 50, "F32", "F8_E4M3", "BOOL"),
@@ -119,7 +123,7 @@ def _broken_file(name: str, data: bytes, draw: dice.Random, others: Files) -> by
     with suppress(Exception, pl.exceptions.PanicException):  # it may have been broken before
         if draw.random() < 0.6:
             if name.endswith(".json"):
-                return _json(_odd_node(json.loads(data), draw), draw)
+                return _json_text(data, draw)
             if name.endswith(".safetensors"):
                 return _tensors(data, draw)
             if name.endswith(".npz"):
@@ -127,7 +131,7 @@ def _broken_file(name: str, data: bytes, draw: dice.Random, others: Files) -> by
             if name.endswith(".parquet") and draw.random() < 0.7:
                 return _table(data, draw)
             if data[:2] == b"\x1f\x8b":
-                return _gzip(data, draw, others)
+                return _gzip(name, data, draw)
     for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
         data = _bytes(data, draw, others)
     return data
@@ -177,6 +181,17 @@ def _odd_node(value: Any, draw: dice.Random) -> Any:
             return value[:at] + value[at:] * 2
         return [*value[:at], _odd_node(value[at], draw), *value[at + 1 :]]
     return draw.choice(_ODD)
+
+
+def _json_text(data: bytes, draw: dice.Random) -> bytes:
+    """JSON with something odd in it; if it is JSON in lines, in one of them."""
+    try:
+        return _json(_odd_node(json.loads(data), draw), draw)
+    except ValueError:
+        lines = data.splitlines(keepends=True)
+        at = draw.randrange(len(lines))
+        lines[at] = _json(_odd_node(json.loads(lines[at]), draw), draw) + b"\n"
+        return b"".join(lines)
 
 
 def _json(value: Any, draw: dice.Random) -> bytes:
@@ -249,11 +264,15 @@ def _table(data: bytes, draw: dice.Random) -> bytes:
     return out.getvalue()
 
 
-def _gzip(data: bytes, draw: dice.Random, others: Files) -> bytes:
+def _gzip(name: str, data: bytes, draw: dice.Random) -> bytes:
     """A sound archive of broken text, now and then of endless one."""
     text = gzip.decompress(data)
+    if ".json" in name and draw.random() < 0.5:
+        text = _json_text(text, draw)
     if draw.random() < 0.03:
-        text += draw.choice((b"1,1,1,1\n", b",", b"\n", b"x", text[-20:], b'"')) * draw.choice((1 << 14, 1 << 22))
+        text += draw.choice((b"1,1,1,1\n", b",", b"\n", b"x", b"{}\n", text[-20:], b'"')) * draw.choice(
+            (1 << 14, 1 << 22)
+        )
     return gzip.compress(_bytes(text, draw, {"": text}), 1)
 
 
@@ -313,13 +332,12 @@ def readers(folder: Path, paper: Paper | None = None) -> dict[str, Reader]:
         "recording": Reader(_replay, _recorded(folder / "recording", _messages()), 6),
         "audited recording": Reader(_survey, _recorded(folder / "audited", _messages()[:2], _PARTS), 6),
         "checkpoint": Reader(lambda at: _resume(at, config), run_file, 9),
+        "what clients keep": Reader(_clients, _kept(folder / "kept"), 9),
         "npy": Reader(lambda at: _arrays(at / "a.npy"), {"a.npy": _npy(vectors)}, 9),
         "npz": Reader(lambda at: _arrays(at / "a.npz"), {"a.npz": _npz_of(arrays)}, 9),
         "safetensors": Reader(lambda at: _arrays(at / "a.safetensors"), {"a.safetensors": save(_numbers(arrays))}, 10),
         "data set": Reader(lambda at: describe(store.load(at)), _data_set(folder / "data"), 4),
-        "LensKit": Reader(lenskit.read_lenskit, _lenskit(), 3),
-        "RecBole": Reader(recbole.read_recbole, _recbole(), 3),
-        "MovieLens": Reader(movielens.read_ml_100k, _movielens(), 1),
+        **{name: Reader(read, files, 3) for name, (read, files) in data_sets().items()},
         "CSV": Reader(_columns, {"a.csv": table.encode(), "u.csv": people.encode(), "i.csv": things.encode()}, 3),
         "gzip CSV": Reader(lambda at: read_columns(at / "a.csv"), {"a.csv": gzip.compress(table.encode())}, 1),
         "Parquet": Reader(lambda at: read_columns(at / "a.parquet"), {"a.parquet": _parquet(table)}, 3),
@@ -327,6 +345,9 @@ def readers(folder: Path, paper: Paper | None = None) -> dict[str, Reader]:
         "ids": Reader(lambda at: read_ids(at / "a.csv", "item"), {"a.csv": b"item\nx\ny\nz\n"}, 1),
         "findings": Reader(Findings.read, _findings(folder / "findings"), 2),
         "facts of a cell": Reader(_facts, {"a.json": b'{"reason": null, "roc": []}', "a.parquet": _parquet(table)}, 2),
+        "ranks of a cell": Reader(_ranks, {"a.parquet": parquet_of(_metrics()), "b.parquet": parquet_of(_named())}, 2),
+        "lists of a run": Reader(_lists, {"a.parquet": parquet_of(_shown())}, 2),
+        "vectors of a run": Reader(_vectors, {"a.safetensors": _given(folder)}, 2),
         "experiment": Reader(lambda at: read_experiment(at / "a.toml"), {"a.toml": b'title = "x"\nseeds = [1]\n'}, 1),
         "stored result": Reader(_stored, _result(folder / "results"), 3),
     }
@@ -444,50 +465,37 @@ def _data_set(folder: Path) -> Files:
     return _contents(folder)
 
 
-def _lenskit() -> Files:
-    scalar = {"layout": "scalar", "vector_size": None}
-    both = {"entities": {"user": None, "item": None}, "interaction": True, "attributes": {"rating": scalar}}
-    schema = {
-        "version": "2025.3",
-        "default_interaction": "rating",
-        "entities": {"user": {"attributes": {"gender": scalar}}, "item": {"attributes": {"title": scalar}}},
-        "relationships": {"rating": both},
-    }
-    rating = pl.DataFrame({"user_num": [0, 0, 1], "item_num": [0, 1, 1], "rating": [1.0, 2.0, 3.0]})
-    return {
-        "schema.json": json.dumps(schema).encode(),
-        "user.parquet": _written(pl.DataFrame({"user_id": [1, 2], "gender": ["f", "m"]})),
-        "item.parquet": _written(pl.DataFrame({"item_id": ["a", "b"], "title": ["A", "B"]})),
-        "rating.parquet": _written(rating.with_columns(pl.col("user_num", "item_num").cast(pl.Int32))),
-    }
+_OWN = (
+    Component("user", "per_user", "user", (2,), shared=False),
+    Component("item", "per_item", "item", (2,), shared=False),
+)
 
 
-def _recbole() -> Files:
-    rows = "".join(f"{k % 4}\t{k % 3}\t{k % 5}\t{17 + k}\n" for k in range(12))
-    return {
-        "x.inter": ("user_id:token\titem_id:token\trating:float\ttimestamp:float\n" + rows).encode(),
-        "x.user": b"user_id:token\tage:float\tjob:token_seq\n0\t3\ta b\n1\t4\tc\n",
-        "x.item": b"item_id:token\ttitle:token_seq\tclass:token_seq\n0\tA\tx y\n1\tB\tz\n",
-    }
+def _store(folder: Path) -> ClientStore:
+    return ClientStore(_OWN, Adam(keep=True), 4, 3, seed=1, directory=folder)
 
 
-def _movielens() -> Files:
-    genres = "|".join("0" * 19)
-    return {
-        "u.data": "".join(f"{k % 3 + 1}\t{k % 2 + 1}\t{k % 5 + 1}\t{881250949 + k}\n" for k in range(9)).encode(),
-        "u.user": b"1|24|M|technician|85711\n2|53|F|other|94043\n3|23|M|writer|32067\n",
-        "u.item": "".join(f"{k}|Film ({1990 + k})|01-Jan-1995||http://x|{genres}\n" for k in (1, 2)).encode("latin-1"),
-    }
+def _kept(folder: Path) -> Files:
+    """A store with a journal, as a run leaves it that was killed in its second round."""
+    folder.mkdir()
+    store, item = _store(folder), torch.tensor([1, 2, 0])
+    client, offset = torch.tensor([0, 2]), torch.tensor([0, 2, 3])
+    for number in (1, 2):
+        before = store.read(client.numpy())
+        values = {name: torch.full_like(value, number) for name, value in before.values.items()}
+        store.write(Update(client, values, {name: torch.full((3, 2), 1.0) for name in before.rows}, item, offset, 3))
+    store.flush()
+    return _contents(folder)
+
+
+def _clients(folder: Path) -> None:
+    """Opened, with what the journal has put back; read; written."""
+    store = _store(folder)
+    store.write(store.read(np.arange(4)))
 
 
 def _parquet(csv: str) -> bytes:
-    return _written(pl.read_csv(io.StringIO(csv)))
-
-
-def _written(frame: pl.DataFrame) -> bytes:
-    out = io.BytesIO()
-    frame.write_parquet(out)
-    return out.getvalue()
+    return parquet_of(pl.read_csv(io.StringIO(csv)))
 
 
 def _columns(folder: Path) -> None:
@@ -506,6 +514,45 @@ def _findings(folder: Path) -> Files:
 def _facts(folder: Path) -> None:
     stored(folder / "a.json", "reason")
     read_table(folder / "a.parquet")
+
+
+def _metrics() -> pl.DataFrame:
+    return pl.DataFrame({"user": [0, 2, 3], "hit@10": [0.0, 1.0, 0.0], "ndcg@10": [0.0, 0.5, 0.0]})
+
+
+def _named() -> pl.DataFrame:
+    return pl.concat(_metrics().with_columns(recommender=pl.lit(name)) for name in ("chance", "MostPop"))
+
+
+def _ranks(folder: Path) -> None:
+    ranked(folder / "a.parquet", "hit@10")
+    ranked(folder / "b.parquet", by="recommender")
+
+
+def _small() -> Interactions:
+    return Interactions.build(pl.DataFrame({"user": ["a", "b", "c"], "item": ["x", "y", "z"]}))
+
+
+def _shown() -> pl.DataFrame:
+    return pl.DataFrame({"user": ["a", "a", "c"], "item": ["x", "z", "y"], "session": [0, 0, 0], "rank": [0, 1, 0]})
+
+
+def _lists(folder: Path) -> None:
+    given = Published(str(folder / "a.parquet"))
+    given.users(_small())
+    given.send(_small(), [])
+
+
+def _given(folder: Path) -> bytes:
+    user, item = torch.tensor([0, 2]), torch.tensor([1])
+    return _saved({"user": user, "vector": torch.ones(2, 3), "item": item, "item_vector": torch.ones(1, 3)}, {}, folder)
+
+
+def _vectors(folder: Path) -> None:
+    for kind in get_args(Kind):
+        given = Vectors(str(folder / "a.safetensors"), kind=kind)
+        given.users(_small())
+        given.send(_small(), [])
 
 
 def _question() -> Question:

@@ -97,7 +97,10 @@ class ClientStore:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
             folder = directory / "clients"
-            (folder / "journal").mkdir(parents=True, exist_ok=True)
+            try:
+                (folder / "journal").mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _unusable(folder, error) from error
         self._folder, self._journaled, self._committed, self._entries = folder, directory is not None, committed, 0
         self._writes = self._open("writes", (1,), "<i8")
         self._visited = self._open("visited", (n_users,), "u1")
@@ -118,15 +121,20 @@ class ClientStore:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if size == 0:
             return np.zeros(shape, dtype)
-        if not file.exists():
-            with open(file, "wb") as handle:
-                handle.truncate(size)
-        elif file.stat().st_size != size:
-            raise CheckpointError(
-                f"{file}: {file.stat().st_size:,} bytes, expected {size:,}.\n"
-                "  It belongs to another model or data set; use another directory."
-            )
-        return np.memmap(file, dtype, "r+", shape=shape)
+        try:
+            if not file.exists():
+                with open(file, "wb") as handle:
+                    handle.truncate(size)
+            elif not file.is_file():  # a pipe would wait for its other end
+                raise OSError("not a plain file")
+            elif (found := file.stat().st_size) != size:
+                raise CheckpointError(
+                    f"{file}: {found:,} bytes, expected {size:,}.\n"
+                    "  It belongs to another model or data set; use another directory."
+                )
+            return np.memmap(file, dtype, "r+", shape=shape)
+        except OSError as error:
+            raise _unusable(file, error) from error
 
     @property
     def version(self) -> int:
@@ -273,7 +281,7 @@ class ClientStore:
         An entry goes when it has been put back, the latest first; to put one back twice does no harm.
         """
         for file in (self._folder / "journal").glob("*.partial"):
-            file.unlink()  # its write was cut off, so the arrays were not touched yet
+            _remove(file)  # its write was cut off, so the arrays were not touched yet
         for file in reversed(self._journal()):
             tensors, about = read_file(file)
             if about.get("committed") == self._committed:
@@ -282,7 +290,7 @@ class ClientStore:
                 except (LookupError, ValueError, TypeError) as error:
                     problem = f"{file}: what was there before cannot be put back ({error!s:.200})"
                     raise CheckpointError(f"{problem}.\n  It is damaged; use another directory.") from error
-            file.unlink()
+            _remove(file)
 
     def _put_back(self, before: Mapping[str, NDArray[Any]]) -> None:
         client, user, item = (before[name] for name in ("client", "user", "item"))
@@ -300,6 +308,17 @@ class ClientStore:
 
 
 # --- files --------------------------------------------------------------------------------------------------------
+
+
+def _unusable(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{file}: cannot be used ({error.strerror or error}).\n  Mend it, or use another directory.")
+
+
+def _remove(file: Path) -> None:
+    try:
+        file.unlink()
+    except OSError as error:
+        raise _unusable(file, error) from error
 
 
 def replace_file(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
