@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,12 +33,13 @@ from recleak.models.mf import GMF
 from recleak.models.ncf import NCF
 from recleak.protocols import gossip
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
-from recleak.protocols.mail import random_views
-from recleak.protocols.nodes import first_nodes, of_nodes
+from recleak.protocols.mail import best_heard, random_views
+from recleak.protocols.nodes import Precision, first_nodes, of_nodes
+from recleak.protocols.panel import Panel
 from recleak.protocols.saving import Interrupted
 from recleak.testing.models import ragged
 from recleak.training.chunks import one_thread
-from recleak.training.cohort import LocalTraining, Task, train
+from recleak.training.cohort import DivergedError, LocalTraining, Task, train
 from recleak.training.local import Examples
 from recleak.training.optimizers import SGD, Adam
 from recleak.training.state import CheckpointError, ClientStore
@@ -73,6 +76,13 @@ class Everything:
     def close(self) -> None: ...
 
 
+def pushed(tap: Everything) -> Arrived:
+    """What arrived, as a tap heard it."""
+    pushes = [message for message in tap.messages if isinstance(message, Push)]
+    ends = [zip(each.sender.tolist(), each.receiver.tolist(), strict=True) for each in pushes]
+    return {(push.round, *pair) for push, pairs in zip(pushes, ends, strict=True) for pair in pairs}
+
+
 def parts(n_users: int = 40, n_items: int = 60) -> Split:
     return ratio(Synthetic(n_users=n_users, n_items=n_items, mean_activity=15, min_activity=10).generate(), seed=1)
 
@@ -85,8 +95,22 @@ def run(protocol: Gossip, data: Interactions, **more: object) -> GossipModel:
 # --- the plain loop ---------------------------------------------------------------------------------------------------
 
 
-def plain_loop(protocol: Gossip, data: Interactions, defense: Defense, seed: int = 0) -> dict[int, dict[str, Tensor]]:
-    """The same protocol, node by node and message by message; only draws are shared with what is tested."""
+Arrived = set[tuple[int, int, int]]  # tick, sender, receiver
+
+
+def plain_loop(
+    protocol: Gossip,
+    data: Interactions,
+    defense: Defense,
+    *,
+    valid: Interactions | None = None,
+    mute: frozenset[int] = frozenset(),
+    seed: int = 0,
+) -> tuple[dict[int, dict[str, Tensor]], Arrived]:
+    """The same protocol, node by node and message by message; only draws are shared with what is tested.
+
+    What each node has in the end, and what arrived. Nobody hears of nodes that are `mute`.
+    """
     components = defense.sharing(MODEL.components())
     local, nodes = protocol.local, np.flatnonzero(data.activity)
     task = Task(MODEL, components, local, defense, seed)
@@ -94,22 +118,36 @@ def plain_loop(protocol: Gossip, data: Interactions, defense: Defense, seed: int
     store = ClientStore(components, local.optimizer, data.n_users, data.n_items, seed)
     first = first_nodes(components, data.n_users, data.n_items, seed, "float32")
     has = {int(node): {name: value[node].clone() for name, value in first.items()} for node in nodes}
+    judge = Judge(data, valid, seed) if protocol.peers == "personal" and valid is not None else None
+    heard: dict[int, dict[int, float]] = {node: {} for node in has}
+    sent: dict[int, dict[int, dict[str, Tensor]]] = {}
+    mail: list[tuple[int, int, int, int, int]] = []  # when it arrives, when it was sent, its lot, from whom, to whom
+    arrived: Arrived = set()
     for tick in range(protocol.rounds):
+        awake = {node for node in has if float(random.uniform(seed, "awake", tick, node)) >= protocol.churn}
         if tick % protocol.refresh == 0:
-            view = random_views(nodes, protocol.degree, seed, tick // protocol.refresh)
-        sent = {node: {name: value.clone() for name, value in params.items()} for node, params in has.items()}
-        messages = [(int(sender), int(to)) for place, sender in enumerate(nodes) for to in view[place]]
-        lot = {pair: int(random.bits(seed, "order", tick, *pair)) for pair in messages}
-        heard: dict[int, list[int]] = {}
-        for sender, to in sorted(messages, key=lot.__getitem__):
-            heard.setdefault(to, []).append(sender)
-        for to, senders in heard.items():
-            for wave, group in enumerate([[s] for s in senders] if protocol.merging == "pairwise" else [senders]):
-                weight = np.array([data.activity[to], *data.activity[group]], float)
-                if protocol.weights == "equal":
+            view = plain_views(protocol, nodes, heard if tick and judge else {}, seed, tick // protocol.refresh)
+            heard = {node: {} for node in has}
+        sent[tick] = {node: {name: value.clone() for name, value in params.items()} for node, params in has.items()}
+        for pair in [(node, to) for node in awake - mute for to in view[node]]:
+            late = int(random.below(protocol.delay + 1, seed, "delay", tick, *pair))
+            lot = int(random.bits(seed, "order", tick, *pair))
+            if float(random.uniform(seed, "lost", tick, *pair)) >= protocol.loss:
+                mail.append((tick + late, tick, lot, *pair))
+        now = sorted(each[1:] for each in mail if each[0] == tick and each[4] in awake)
+        arrived |= {(tick, sender, to) for _, _, sender, to in now}
+        for to in {each[3] for each in now}:
+            group = [(when, sender) for when, _, sender, receiver in now if receiver == to]
+            for wave, some in enumerate([[each] for each in group] if protocol.merging == "pairwise" else [group]):
+                theirs = [sent[when][sender] for when, sender in some]
+                weight = np.array([data.activity[to], *(data.activity[sender] for _, sender in some)], float)
+                if judge is not None:
+                    weight = np.array([judge(params, to) for params in (has[to], *theirs)], float)
+                    heard[to] |= {sender: good for (_, sender), good in zip(some, weight[1:], strict=True)}
+                if protocol.weights == "equal" or not weight.any():
                     weight[:] = 1
                 for name in has[to]:
-                    all_of = [has[to][name], *(sent[s][name] for s in group)]
+                    all_of = [params[name] for params in (has[to], *theirs)]
                     has[to][name] = sum(float(w / weight.sum()) * v for w, v in zip(weight, all_of, strict=True))  # type: ignore[assignment]
                 client = np.array([to])
                 whole = NodeParams(
@@ -126,7 +164,40 @@ def plain_loop(protocol: Gossip, data: Interactions, defense: Defense, seed: int
                     else:
                         has[to][name] += value[0]
                 has[to]["item"][trained.update.item] += trained.update.rows["item"]
-    return has
+    return has, arrived
+
+
+def plain_views(
+    protocol: Gossip, nodes: np.ndarray[Any, Any], heard: dict[int, dict[int, float]], seed: int, epoch: int
+) -> dict[int, list[int]]:
+    """Whom each node sends to: the best heard, if there are any, and random others."""
+    view: dict[int, list[int]] = {}
+    for node in nodes.tolist():
+        lot = {sender: int(random.bits(seed, "equally good", epoch, node, sender)) for sender in heard.get(node, {})}
+        view[node] = sorted(lot, key=lambda sender: (-heard[node][sender], lot[sender]))[: protocol.stay]
+        for place in range(len(view[node]), protocol.degree):
+            for attempt in range(10**6):
+                drawn = int(nodes[int(random.below(len(nodes), seed, "peer", epoch, node, place, attempt))])
+                if drawn != node and drawn not in view[node]:
+                    view[node].append(drawn)
+                    break
+    return view
+
+
+class Judge:
+    """How good GMF's parameters are for a user: hit rate times NDCG at 20 of each validation item among 99 others."""
+
+    def __init__(self, data: Interactions, valid: Interactions, seed: int) -> None:
+        self.panel = Panel.of(data, valid, (), seed)
+
+    def __call__(self, params: Mapping[str, Tensor], user: int) -> float:
+        hits, gains = [], []
+        for items in self.panel.item[self.panel.offset[user] : self.panel.offset[user + 1]]:
+            score = (params["item"][items] * params["user"][user] * params["head.1.weight"].flatten()).sum(1)
+            rank = int((score[1:] > score[0]).sum())
+            hits.append(rank < 20)
+            gains.append((rank < 20) / np.log2(rank + 2))
+        return float(np.float32(np.mean(hits) * np.mean(gains))) if hits else 0.0
 
 
 @pytest.mark.parametrize("defense", [FULL, Defense(), GaussianNoise(0.01)], ids=["full", "share less", "noise"])
@@ -136,7 +207,7 @@ def test_equals_the_plain_loop(defense: Defense, local: LocalTraining, merging: 
     data = ragged(n_users=9, n_items=12)
     protocol = Gossip(rounds=5, degree=2, refresh=2, merging=merging, local=local)
     got = run(protocol, data, defense=defense)
-    expected = plain_loop(protocol, data.distinct(), defense)
+    expected, _ = plain_loop(protocol, data.distinct(), defense)
     for node, params in expected.items():
         for name, value in params.items():
             torch.testing.assert_close(got.params[name][node], value, atol=2e-5, rtol=1e-4)
@@ -147,12 +218,29 @@ def test_equals_the_plain_loop_where_all_count_alike(defense: Defense) -> None:
     data = ragged(n_users=9, n_items=12)
     protocol = Gossip(rounds=4, degree=2, refresh=2, weights="equal", local=KEEP)
     got = run(protocol, data, defense=defense)
-    expected = plain_loop(protocol, data.distinct(), defense)
+    expected, _ = plain_loop(protocol, data.distinct(), defense)
     for node, params in expected.items():
         for name, value in params.items():
             torch.testing.assert_close(got.params[name][node], value, atol=2e-5, rtol=1e-4)
     other = run(replace(protocol, weights="data"), data, defense=defense)
     assert not torch.equal(got.params["item"], other.params["item"])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("local", [KEEP, PLAIN], ids=["kept adam", "sgd"])
+@pytest.mark.parametrize("merging", ["pairwise", "together"])
+@pytest.mark.parametrize("peers", ["random", "personal"])
+def test_equals_the_plain_loop_when_messages_are_late_or_lost_and_nodes_sleep(
+    peers: gossip.Peering, merging: gossip.Merging, local: LocalTraining
+) -> None:
+    split, tap = parts(12, 45), Everything()
+    protocol = Gossip(rounds=7, refresh=2, peers=peers, merging=merging, delay=2, loss=0.2, churn=0.2, local=local)
+    got = run(protocol, split.train, valid=split.valid, taps=[tap])
+    expected, arrived = plain_loop(protocol, split.train.distinct(), FULL, valid=split.valid)
+    assert pushed(tap) == arrived
+    for node, params in expected.items():
+        for name, value in params.items():
+            torch.testing.assert_close(got.params[name][node], value, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("peers", ["random", "personal"])
@@ -208,23 +296,70 @@ def test_every_peer_is_as_likely() -> None:
     assert abs(off - 600 * 3 / 11).max() < 5 * np.sqrt(600 * 3 / 11)
 
 
-def test_personal_peers_stay_if_they_are_good() -> None:
-    split, still = parts(), replace(KEEP, optimizer=Adam(0.0, keep=True))
-    protocol = Gossip(rounds=12, refresh=1, peers="personal", stay=2, local=still)
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 12), st.integers(0, 4), st.integers(0, 10**6))
+def test_the_best_heard_come_first_and_nobody_else(n: int, stay: int, seed: int) -> None:
+    nodes = np.arange(0, 2 * n, 2)
+    draw = np.random.default_rng(seed)
+    heard = draw.choice([-1.0, 0.0, 0.25, 0.5, 1.0], (n, 2 * n), p=[0.6, 0.1, 0.1, 0.1, 0.1]).astype(np.float32)
+    best = best_heard(heard, nodes, stay, seed, 3)
+    for good, mine in zip(heard, best, strict=True):
+        count = min(stay, int((good >= 0).sum()))
+        assert (mine[count:] == -1).all(), "who was never heard of is not kept"
+        assert len(set(mine[:count])) == count
+        assert good[mine[:count]].tolist() == sorted(good[good >= 0], reverse=True)[:count]
+
+
+def test_who_is_equally_good_stays_by_chance() -> None:
+    heard = np.full((40, 40), 0.5, np.float32)
+    first = [best_heard(heard, np.arange(40), 1, 0, epoch)[:, 0] for epoch in (1, 2)]
+    assert (first[0] != first[1]).mean() > 0.8
+    assert len(set(first[0])) > 15
+
+
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_personal_peers_are_the_best_of_those_heard_since_views_changed(refresh: int) -> None:
+    split, still = parts(60, 100), replace(KEEP, optimizer=Adam(0.0, keep=True))
+    protocol = Gossip(rounds=4 * refresh, refresh=refresh, peers="personal", stay=2, weights="equal", local=still)
     tap = Everything()
     run(protocol, split.train, valid=split.valid, taps=[tap])
-    last: dict[int, set[int]] = {sender: set() for sender in range(40)}
-    stays = []
+    judge, senders = Judge(split.train.distinct(), split.valid, 0), []
+    views: list[dict[int, set[int]]] = []
+    good: list[dict[int, dict[int, float]]] = []  # by epoch, receiver and sender; of the last message
     for message in tap.messages:
         assert isinstance(message, Push)
-        for sender in range(40):
-            now = set(message.receiver[message.sender == sender].tolist())
-            if now and last[sender]:
-                stays.append(len(now & last[sender]))
-            last[sender] = now or last[sender]
-    assert min(stays) >= 2, "the best two stay, one is replaced"
+        while len(views) <= message.round // refresh:
+            views.append({node: set() for node in range(60)})
+            good.append({node: {} for node in range(60)})
+        for sender, to, row in zip(
+            *(each.tolist() for each in (message.sender, message.receiver, message.model)), strict=True
+        ):
+            views[-1][sender].add(to)
+            good[-1][to][sender] = judge({name: value[row] for name, value in message.params.items()}, to)
+            senders.append(sender)
+    assert len(views) == 4
+    for before, view in zip(good[:-1], views[1:], strict=True):
+        for node, heard in before.items():
+            kept, left = view[node] & set(heard), set(heard) - view[node]
+            assert len(kept) >= min(2, len(heard)), "two stay, if two were heard"
+            best = sorted((heard[each] for each in kept), reverse=True)[:2]
+            assert not left or not best or max(heard[each] for each in left) <= min(best), "and these are the best"
     with pytest.raises(DataError, match="Give `valid` items"):
         run(protocol, split.train)
+
+
+def test_who_cannot_judge_keeps_nobody() -> None:
+    split = parts(40, 100)
+    protocol = Gossip(rounds=30, refresh=1, degree=2, stay=2, peers="personal", local=KEEP)
+    valid = split.valid.take(split.valid.user >= 20)  # only they can judge
+    tap = Everything()
+    run(protocol, split.train, valid=valid, taps=[tap])
+    found, stayed = pushed(tap), np.zeros(40)
+    for tick, sender, to in found:
+        stayed[to] += (tick + 1, to, sender) in found  # it sends to whom it heard in the tick before
+    heard = np.bincount([to for tick, _, to in found if tick < 29], minlength=40)
+    assert (stayed[20:] / heard[20:]).mean() > 0.5
+    assert (stayed[:20] / heard[:20]).mean() < 0.15
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -241,28 +376,129 @@ def test_converges_with_churn_and_lost_messages() -> None:
     assert 0.3 * sent < sum(model.visits) < 0.6 * sent, "0.7 x 0.8 x 0.8 = 0.45 of all messages find an open ear"
 
 
+def filled(number: float) -> gossip.Tamper:
+    """Sends items of one number."""
+    return lambda has: {**has, "item": torch.full_like(has["item"], number)}
+
+
+def as_items(change: Any) -> gossip.Tamper:
+    """Sends something else as items."""
+    return lambda has: {**has, "item": change(has["item"])}
+
+
+BROKEN: dict[str, tuple[gossip.Tamper, str]] = {
+    "nan": (filled(float("nan")), "numbers that are not finite"),
+    "infinite": (filled(float("-inf")), "numbers that are not finite"),
+    "3e37": (filled(3e37), r"a number of 3e\+37, its receiver has none above "),
+    "1e20": (filled(-1e20), r"a number of 1e\+20, its receiver has none above "),
+    "1e6": (filled(1e6), r"a number of 1e\+06, its receiver has none above "),
+    "short": (as_items(lambda value: value[:-1]), r"item of shape \[59, 4\], expected \[60, 4\]"),
+    "others": (lambda has: {"code": torch.ones(1)}, "the components code, expected "),
+    "numbers": (lambda has: {3: torch.ones(1), "item": has["item"]}, "the components 3, item, expected "),
+    "nothing": (lambda has: None, "NoneType, expected components by name"),
+    "no items": (as_items(lambda value: None), "item as NoneType, expected a tensor"),
+    "numpy": (as_items(lambda value: value.numpy()), "item as ndarray, expected a tensor"),
+    "int64": (as_items(lambda value: value.long()), r"item of type torch\.int64, .*, expected torch\.float32"),
+    "complex": (as_items(lambda value: value + 1j), r"item of type torch\.complex64, .*, expected torch\.float32"),
+    "float64": (as_items(lambda value: value.double()), r"item of type torch\.float64, .*, expected torch\.float32"),
+    "sparse": (as_items(lambda value: value.to_sparse()), r"item of type torch\.float32, torch\.sparse_coo, cpu"),
+    "meta": (as_items(lambda value: value.to("meta")), r"item of type torch\.float32, torch\.strided, meta"),
+}
+
+
 def test_nobody_listens_to_broken_nodes(caplog: pytest.LogCaptureFixture) -> None:
-    data, protocol = parts().train, Gossip(rounds=3, local=KEEP)
+    """What the others have in the end is what they have if nothing leaves the broken node."""
+    data, protocol = parts().train, Gossip(rounds=2, local=KEEP)
     sound = run(protocol, data)
+    expected, arrived = plain_loop(protocol, data.distinct(), FULL, mute=frozenset({3}))
+    one = None
+    for kind, (tamper, words) in BROKEN.items():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="recleak.gossip"):
+            tap = Everything()
+            model = run(protocol, data, faulty={3: tamper}, taps=[tap])
+        assert model.rejected == (3,), kind
+        (record,) = caplog.records
+        assert re.search(rf"Tick 0: node 3 sent {words}.*; node \d+ does not use it", record.getMessage()), kind
+        assert pushed(tap) == arrived
+        assert np.isfinite(model.loss).all()
+        assert sum(model.visits) < sum(sound.visits)
+        one = model if one is None else one
+        for name, value in model.params.items():
+            assert torch.equal(value, one.params[name]), kind
+    assert one is not None
+    for node, params in expected.items():
+        for name, value in params.items():
+            torch.testing.assert_close(one.params[name][node], value, atol=2e-5, rtol=1e-4)
 
-    def nan(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**params, "item": torch.full_like(params["item"], float("nan"))}
 
-    def short(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**params, "item": params["item"][:-1]}
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("peers", ["random", "personal"])
+def test_broken_nodes_among_late_and_lost_messages(peers: gossip.Peering, precision: Precision) -> None:
+    split = parts()
+    protocol = Gossip(rounds=6, refresh=2, peers=peers, delay=2, loss=0.2, churn=0.2, precision=precision, local=KEEP)
+    model = run(protocol, split.train, valid=split.valid, faulty={3: filled(3e4), 8: BROKEN["nothing"][0]})
+    assert model.rejected == (3, 8)
+    for value in model.params.values():
+        assert float(value.abs().max()) < 10
 
-    def other(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"code": torch.ones(1)}
+
+def test_a_message_that_never_arrives_is_not_refused() -> None:
+    protocol = Gossip(rounds=4, loss=0.99, local=KEEP)
+    model = run(protocol, parts().train, faulty={node: filled(float("nan")) for node in range(40)})
+    assert 0 < len(model.rejected) < 20
+
+
+@pytest.mark.parametrize(
+    ("local", "defense", "precision"),
+    [
+        (KEEP, FULL, "float32"),
+        (KEEP, ShareLess(), "float32"),
+        (PLAIN, FULL, "float32"),
+        (KEEP, FULL, "float16"),
+        (KEEP, ShareLess(("user",)), "float16"),
+    ],
+    ids=["in place", "in place, less", "sgd", "half", "half, less"],
+)
+def test_who_cannot_use_what_came_of_a_merge_has_what_it_had_before(
+    local: LocalTraining,
+    defense: Defense,
+    precision: Precision,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, protocol, tap = parts().train, Gossip(rounds=2, precision=precision, local=local), Everything()
+    before = run(replace(protocol, rounds=1), data, defense=defense)
+    monkeypatch.setattr(gossip, "LARGEST", 5.0)  # of what nodes end with
+    ticks = iter(range(2))
+
+    def later(has: dict[str, Tensor]) -> dict[str, Tensor]:
+        return filled(200.0)(has) if next(ticks) else has  # type: ignore[no-any-return]
 
     with caplog.at_level(logging.WARNING, logger="recleak.gossip"):
-        model = run(protocol, data, faulty={3: nan, 5: short, 8: other})
-    assert model.rejected == (3, 5, 8)
-    said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "node 3 sent numbers that are not finite" in said
-    assert "node 5 sent item of shape [59, 4], expected [60, 4]" in said
-    assert "node 8 sent the components code, expected" in said
-    assert all(bool(torch.isfinite(value).all()) for value in model.params.values())
-    assert sum(model.visits) < sum(sound.visits)
+        after = run(protocol, data, defense=defense, faulty={3: later}, taps=[tap])
+    hit = sorted({to for tick, sender, to in pushed(tap) if (tick, sender) == (1, 3)})
+    assert len(hit) == 3
+    assert after.rejected == (3,), "whoever sent it is named, and not who received it"
+    assert f"node 3 sent what made the parameters of node {hit[0]} unusable" in caplog.text
+    assert f"3 nodes (first node {hit[0]}) ended with what cannot be a model" in caplog.text
+    for name, value in after.params.items():
+        assert torch.equal(value[hit], before.params[name][hit]), name
+        assert float(value.abs().max()) <= 5
+    last, kept = (each.store.read_values(np.arange(40)) for each in (before, after))
+    for name, value in kept.values.items():
+        assert torch.equal(value[hit], last.values[name][hit]), name
+    others = np.setdiff1d(np.arange(40), hit)
+    assert not torch.equal(after.params["item"][others], before.params["item"][others])
+    rows = after.store.read(np.array(hit)).rows
+    assert not any(bool(value.any()) for name, value in rows.items() if "/" in name), "moments begin anew"
+
+
+@pytest.mark.parametrize("optimizer", [SGD(1e30), Adam(1e9, keep=True)], ids=["sgd", "in place"])
+def test_a_rate_that_no_node_can_use_ends_the_run(optimizer: SGD | Adam) -> None:
+    wild = LocalTraining(batch_size=None, optimizer=optimizer)
+    with pytest.raises(DivergedError, match=r"Tick 0: 40 nodes ended .* nobody .*\n  Lower the learning rate \(1e\+"):
+        run(Gossip(rounds=2, local=wild), parts().train)
 
 
 class Fails(Exception):
@@ -288,6 +524,13 @@ class Saboteur(Everything):
         self.count = int(state["count"])
 
 
+@pytest.fixture
+def saving_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that saves slowly saves less often; here it saves after every tick."""
+    monkeypatch.setattr(gossip, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+@pytest.mark.usefixtures("saving_is_quick")
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("defense", [FULL, ShareLess(("user",))], ids=["full", "less"])
 @pytest.mark.parametrize(
@@ -329,6 +572,27 @@ def test_a_run_that_failed_continues_to_the_bit(
         run(replace(protocol, degree=2, stay=1), split.train, **more)
 
 
+@pytest.mark.usefixtures("saving_is_quick")
+def test_what_is_refused_later_is_named_as_if_nothing_had_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, protocol = parts().train, Gossip(rounds=5, delay=3, local=KEEP)
+    faulty = dict.fromkeys(range(20), BROKEN["nothing"][0])
+    expected = run(protocol, data, faulty=faulty)
+    said = {record.getMessage() for record in caplog.records}
+    assert len({words.partition(":")[0] for words in said}) > 1, "some arrive late"
+    caplog.clear()
+    tap = Saboteur(1)
+    with pytest.raises(Fails):
+        run(protocol, data, faulty=faulty, taps=[tap], directory=tmp_path / "run", checkpoint_seconds=0.0)
+    tap.at = -1
+    got = run(protocol, data, faulty=faulty, taps=[tap], directory=tmp_path / "run", checkpoint_seconds=0.0)
+    assert {record.getMessage() for record in caplog.records} == said
+    assert got.rejected == expected.rejected
+    assert torch.equal(got.params["item"], expected.params["item"])
+
+
+@pytest.mark.usefixtures("saving_is_quick")
 def test_an_interrupt_says_what_is_saved(tmp_path: Path) -> None:
     class Stops(Everything):
         def receive(self, message: Message) -> None:

@@ -7,8 +7,9 @@ second the next wave. A wave is one batched program: a merge is a gather and a w
 depends on which others are in its wave or chunk.
 
     Rand-Gossip    peers="random": all peers are replaced by random ones, periodically
-    Pers-Gossip    peers="personal": the `stay` best ones stay, by how well what they sent did on the node's own
-                   validation items; merges are weighted by that too (PEPPER, Belal et al. 2022)
+    Pers-Gossip    peers="personal": of those who sent to a node since its view last changed, the `stay` best are in its
+                   next view, by how well what they sent did on its own validation items; the rest is random. Merges
+                   are weighted by that too (PEPPER, Belal et al. 2022)
 
 What a node sends, it also has: defenses act on the changes of its training before they enter its shared parameters.
 """
@@ -23,7 +24,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import scipy.sparse as sp
@@ -42,19 +43,22 @@ from recleak.models.base import Model
 from recleak.models.components import Component, by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
-from recleak.protocols.mail import Mail, random_views
+from recleak.protocols.mail import Mail, best_heard, random_views
 from recleak.protocols.nodes import (
     DTYPE,
+    LARGEST,
     PIECE,
     TABLE,
     Precision,
     add,
-    finite,
     first_nodes,
     fitting,
     merge,
     misfit,
     of_nodes,
+    refused,
+    sizes,
+    sound,
 )
 from recleak.protocols.panel import CUTOFF, NEGATIVES, Panel
 from recleak.protocols.saving import Checkpoint, Interrupted, Saved, describe
@@ -62,7 +66,7 @@ from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training import compiled_prme
 from recleak.training.chunks import cores
-from recleak.training.cohort import LocalTraining, Task
+from recleak.training.cohort import DivergedError, LocalTraining, Task
 from recleak.training.compiled_gmf import direct, judge_nodes, train_nodes
 from recleak.training.executor import Assignment, InProcess, Session, Work
 from recleak.training.optimizers import check as check_optimizer
@@ -75,7 +79,8 @@ from recleak.wire import Push
 Peering = Literal["random", "personal"]
 Merging = Literal["pairwise", "together"]
 Weights = Literal["data", "equal"]
-Tamper: TypeAlias = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # from what a node has to what it sends
+Tamper: TypeAlias = Callable[[dict[str, Tensor]], Any]  # from what a node has to what it sends, whatever that is
+_Good: TypeAlias = tuple[NDArray[np.float32], NDArray[np.float32]]  # f32[U] of nodes' own, f32[n] of what they receive
 _WAVES = 1 << 20  # numbers of visits in one tick: more than anybody gets messages
 _ARRAYS = ("known", "view", "trainings")  # of a run, saved as they are
 _FORMAT = "recleak gossip run 1"
@@ -99,7 +104,7 @@ class Gossip:
     degree: int = 3  # peers that a node sends to
     refresh: int = 10  # ticks after which views change
     peers: Peering = "random"
-    stay: int = 2  # of personal peers
+    stay: int = 2  # of personal peers: of those heard, not of those sent to
     merging: Merging = "pairwise"
     weights: Weights = "data"
     delay: int = 0
@@ -148,7 +153,7 @@ class GossipModel:
     train: Interactions
     loss: tuple[float, ...]  # mean over the visits of each tick; NaN where nothing arrived
     visits: tuple[int, ...]  # local trainings in each tick
-    rejected: tuple[int, ...] = ()  # nodes that sent something unusable
+    rejected: tuple[int, ...] = ()  # nodes that sent something that a receiver could not use
     trainings: tuple[int, ...] = ()  # of each user: after how many merges it trained
 
     def scores(self, users: Tensor) -> Tensor:
@@ -192,10 +197,11 @@ def train_gossip(
     """Train `model` on the interactions of each user as one node of a network.
 
     `valid` are the items on which nodes compare their peers; personal peers need it. `taps` receive every message that
-    arrives. `faulty` nodes send something else than what they have. Who sends parameters that are not finite, or do not
-    fit the model, is not listened to in that tick, and is named in the log. `confidants` are users who side with an
-    adversary: in every tick they tell what they keep (`Disclosure`). With a `directory` the run is saved and continued
-    as that of a federation; all that nodes have goes to disk, so a save may take no more than a tenth of the time.
+    arrives, but for what its receiver refuses: what cannot be a model (`protocols.nodes`). `faulty` nodes send
+    something else than what they have. Whose message was refused, or made its receiver's parameters unusable, is named
+    in the log; the receiver has what it had before. `confidants` are users who side with an adversary: in every tick
+    they tell what they keep (`Disclosure`). With a `directory` the run is saved and continued as that of a federation;
+    all that nodes have goes to disk, so a save may take no more than a tenth of the time.
     """
     with interrupts_arrive(), nullcontext() if directory is None else locked(directory):
         given = (protocol, model, train, valid, defense or Defense(), tuple(taps), chunk, seed, spare, user_features)
@@ -277,11 +283,14 @@ class _Run:
         self.confidants = np.zeros(0, np.int64)
         self.trainings = np.zeros(train.n_users, np.int64)
         self.snapshots: dict[int, NodeParams] = {}  # by tick: what was sent in it
+        self.unfit: dict[tuple[int, int], str] = {}  # by tick and sender: what is wrong with the form of what was sent
         self.tick, self.loss, self.visits, self.rejected = 0, list[float](), list[int](), set[int]()
         if found is not None:
             self._continue(found)
         else:
             self.save()  # now: taps that have heard a part of the first tick can go back to their beginning
+        self.size, self.kept = sizes(self.params), self.store.read_values(self.nodes)  # when a tick begins
+        self.sent_size = {sent: sizes(params) for sent, params in self.snapshots.items()}
 
     def walk(self, executor: InProcess, checkpoint_seconds: float, show_progress: bool) -> None:
         """All ticks that are left."""
@@ -317,13 +326,13 @@ class _Run:
         if len(self.confidants):
             self.feed.send(self.store.disclosed(self.confidants))
         self.feed.send_all(self._pushes(arrivals))
-        loss, visits = 0.0, 0
-        for number, wave in enumerate(self._waves(arrivals)):
-            total, count = self._wave(session, wave, number)
-            loss, visits = loss + total, visits + count
-        self.loss.append(loss / visits if visits else float("nan"))
-        self.visits.append(visits)
+        self.failed = np.zeros(self.train.n_users, bool)
+        losses = [self._wave(session, wave, number) for number, wave in enumerate(self._waves(arrivals))]
+        told = torch.cat([torch.zeros(0), *losses])
+        self.visits.append(len(told))
+        self.loss.append(float(told[told.isfinite()].mean(dtype=torch.float64)))
         self.feed.wait()  # it reads what was sent in this tick
+        self._take_back(arrivals)
         self.tick += 1
 
     # Saving.
@@ -341,6 +350,7 @@ class _Run:
         for sent in {int(sent) for mail in self.due.values() for each in mail for sent in each.sent}:
             tensors |= {f"sent {sent} {name}": value for name, value in self.snapshots[sent].items()}
         about = {"loss": self.loss, "visits": self.visits, "rejected": sorted(self.rejected)}
+        about["unfit"] = [[*key, words] for key, words in sorted(self.unfit.items())]
         self.checkpoint.write(self.tick, tensors, about, self.taps)
 
     def _continue(self, saved: Saved) -> None:
@@ -349,6 +359,7 @@ class _Run:
         self.rejected = set(saved.numbers("rejected"))
         self.params = self._nodes(saved, "node ")
         self.store.restore({n: saved.tensor(f"kept {n}", value) for n, value in self.store.contents().items()})
+        self.unfit = _words(saved, "unfit")
         for name in _ARRAYS:
             setattr(self, name, saved.tensor(name, torch.from_numpy(getattr(self, name))).numpy())
         for sent in _ticks(saved, "sent "):
@@ -391,19 +402,19 @@ class _Run:
     # Sending.
 
     def _views(self, epoch: int) -> NDArray[np.int64]:
-        """New peers; the best of personal ones stay."""
+        """New peers; the best whom a node has heard since the last ones are among its personal peers."""
         protocol = self.protocol
         if self.panel is None or epoch == 0:
             return random_views(self.nodes, protocol.degree, self.seed, epoch)
-        how_good = np.take_along_axis(self.known[self.nodes], self.view, 1)  # f32[n, degree]; -1: never heard of
-        best = np.argsort(-how_good, axis=1, kind="stable")[:, : protocol.stay]
-        return random_views(self.nodes, protocol.degree, self.seed, epoch, np.take_along_axis(self.view, best, 1))
+        best = best_heard(self.known[self.nodes], self.nodes, protocol.stay, self.seed, epoch)
+        self.known.fill(-1.0)
+        return random_views(self.nodes, protocol.degree, self.seed, epoch, best)
 
     def _send(self, awake: NDArray[np.bool_]) -> None:
         protocol, tick = self.protocol, self.tick
         sender, receiver = np.repeat(self.nodes, protocol.degree), self.view.ravel()
         arrives = awake[sender] & (random.uniform(self.seed, "lost", tick, sender, receiver) >= protocol.loss)
-        arrives &= ~np.isin(sender, self._snapshot(awake))
+        self._snapshot()
         late = random.below(protocol.delay + 1, self.seed, "delay", tick, sender, receiver)
         lot = random.bits(self.seed, "order", tick, sender, receiver)
         for delay in range(protocol.delay + 1):
@@ -412,26 +423,18 @@ class _Run:
             mail = Mail(np.full(len(now), tick), sender[now], receiver[now])
             self.due.setdefault(tick + delay, []).append(mail)
 
-    def _snapshot(self, awake: NDArray[np.bool_]) -> list[int]:
-        """Put aside what is sent in this tick; the nodes that send what nobody can use."""
-        sent = self._copy()
-        refused: dict[int, str] = {}
+    def _snapshot(self) -> None:
+        """Put aside what is sent in this tick. Where that has not the form of a model, its place is filled with NaN."""
+        sent, size = self._copy(), self.size.copy()
+        self.own = {node: {name: value[node].clone() for name, value in self.params.items()} for node in self.faulty}
         for node, tamper in self.faulty.items():
-            instead = tamper({name: value[node].clone() for name, value in sent.items()})
-            if problem := misfit(instead, {name: value[node] for name, value in sent.items()}):
-                refused[node] = problem
-            else:
-                for name, value in instead.items():
-                    sent[name][node] = value.to(sent[name].dtype)
-        senders = self.nodes[awake[self.nodes]]
-        for node in senders[~finite(sent, senders)].tolist():
-            refused.setdefault(node, "numbers that are not finite")
-        for node, problem in refused.items():
-            if awake[node] and node not in self.rejected:
-                _log.warning("Tick %d: node %d sent %s; nobody uses it.", self.tick, node, problem)
-                self.rejected.add(node)
-        self.snapshots[self.tick] = sent
-        return list(refused)
+            instead = tamper({name: value.clone() for name, value in self.own[node].items()})
+            if problem := misfit(instead, self.own[node]):
+                self.unfit[self.tick, node] = problem
+            for name, value in sent.items():
+                value[node] = float("nan") if problem else instead[name].detach()
+            size[node] = sizes({name: value[node : node + 1] for name, value in sent.items()})[0]
+        self.snapshots[self.tick], self.sent_size[self.tick] = sent, size
 
     def _copy(self) -> NodeParams:
         """All parameters once more, in the memory of what nobody waits for any longer."""
@@ -439,14 +442,36 @@ class _Run:
         if not past:
             return NodeParams({name: value.clone() for name, value in self.params.items()})
         copy = self.snapshots.pop(past[0])
+        del self.sent_size[past[0]]
+        self.unfit = {key: words for key, words in self.unfit.items() if key[0] in self.snapshots}
         for name, value in self.params.items():
             copy[name].copy_(value)
         return copy
 
     def _arrivals(self, awake: NDArray[np.bool_]) -> Mail:
-        """What arrives now at nodes that are awake."""
+        """What arrives now at nodes that are awake, but for what they refuse."""
         mail = Mail.join(self.due.pop(self.tick, []))
-        return mail.select(awake[mail.receiver])
+        mail = mail.select(awake[mail.receiver])
+        bad = refused(self._size_of(mail), self.size[mail.receiver])
+        for sent, sender, receiver in zip(*(each[bad].tolist() for each in vars(mail).values()), strict=True):
+            size = float(self.sent_size[sent][sender])
+            usual = f"a number of {size:.3g}, its receiver has none above {self.size[receiver]:.3g}"
+            words = self.unfit.get((sent, sender), usual if np.isfinite(size) else "numbers that are not finite")
+            self._name(sender, f"node {sender} sent {words}; node {receiver} does not use it.")
+        return mail.select(~bad)
+
+    def _size_of(self, mail: Mail) -> NDArray[np.float32]:
+        """The largest magnitude in each message, f32[n]."""
+        size = np.zeros(len(mail.sent), np.float32)
+        for sent, mine in mail.by_tick():
+            size[mine] = self.sent_size[sent][mail.sender[mine]]
+        return size
+
+    def _name(self, node: int, what: str) -> None:
+        """Tell of it in the log, once."""
+        if node not in self.rejected:
+            _log.warning("Tick %d: %s", self.tick, what)
+            self.rejected.add(node)
 
     def _pushes(self, arrivals: Mail) -> Iterator[Push]:
         """What arrives as messages, of so many senders at a time that memory is bounded."""
@@ -477,55 +502,99 @@ class _Run:
         for number in range(int(count.max(initial=0))):
             yield sorted_.select(rank == number)
 
-    def _wave(self, session: Session, wave: Mail, number: int) -> tuple[float, int]:
-        """Merge and train, each receiver once; the sum of the losses, and how many nodes trained."""
+    def _wave(self, session: Session, wave: Mail, number: int) -> Tensor:
+        """Merge and train, each receiver once; the losses of the n nodes that did, f32[n]."""
         nodes = np.unique(wave.receiver)
         self.trainings[nodes] += 1
-        own = self._performance(wave, nodes)
+        good = self._performance(wave, nodes)
         chunks = [nodes[start : start + self.chunk] for start in range(0, len(nodes), self.chunk)]
+        visit = self._in_place if self.direct else self._through
+        loss = torch.cat(list(visit(session, wave, chunks, good, self.tick * _WAVES + number)))
+        self.failed[nodes] |= ~loss.isfinite().numpy()
+        return loss
 
-        if self.direct:
-            return self._wave_in_place(wave, chunks, own, number), len(nodes)
+    def _through(
+        self, session: Session, wave: Mail, chunks: Sequence[NDArray[np.int64]], good: _Good, when: int
+    ) -> Iterator[Tensor]:
+        """Merge, train and add what that changed, chunk by chunk; the losses of each."""
 
         def works() -> Iterator[Work]:
             for chunk in chunks:
-                self._merge(wave.select(np.isin(wave.receiver, chunk)), chunk, own)
-                yield Work(self.tick * _WAVES + number, self.store.read(chunk))
+                self._merge(wave, chunk, good)
+                yield Work(when, self.store.read(chunk))
 
-        loss = 0.0
         for trained in session.map(self.params, works()):
-            self.store.write(trained.kept)
+            self.store.write(trained.kept.select(trained.loss.isfinite().nonzero()[:, 0]))
             add(self.params, trained.update)
-            loss += float(trained.loss.sum(dtype=torch.float64))
-        return loss, len(nodes)
+            yield trained.loss
 
-    def _wave_in_place(
-        self, wave: Mail, chunks: Sequence[NDArray[np.int64]], own: NDArray[np.float32], number: int
-    ) -> float:
+    def _in_place(
+        self, session: Session, wave: Mail, chunks: Sequence[NDArray[np.int64]], good: _Good, when: int
+    ) -> Iterator[Tensor]:
         """The same where a node's parameters can be trained where they are."""
 
-        def visit(chunk: NDArray[np.int64]) -> float:
-            self._merge(wave.select(np.isin(wave.receiver, chunk)), chunk, own)
-            when = self.tick * _WAVES + number
+        def visit(chunk: NDArray[np.int64]) -> Tensor:
+            self._merge(wave, chunk, good)
             data = self.assignment.examples.draw(chunk, when)
             if isinstance(data, LocalTransitions):
-                loss = compiled_prme.train_nodes(self.task, self.params, self.store, data, when)
-            else:
-                loss = train_nodes(self.task, self.params, self.store, data)
-            return float(loss.sum(dtype=torch.float64))
+                return compiled_prme.train_nodes(self.task, self.params, self.store, data, when)
+            return train_nodes(self.task, self.params, self.store, data)
 
-        return sum(self.pool.map(visit, chunks))
+        return self.pool.map(visit, chunks)
 
-    def _performance(self, wave: Mail, nodes: NDArray[np.int64]) -> NDArray[np.float32]:
-        """How good the nodes' own parameters are for them, f32[U]; of what arrives it is remembered in `known`."""
-        own = np.zeros(self.train.n_users, np.float32)
+    def _take_back(self, arrivals: Mail) -> None:
+        """Who ends a tick with what cannot be a model has again what it had before, and who caused it is named."""
+        before, self.size = self.size, sizes(self.params)
+        last, self.kept = self.kept, self.store.read_values(self.nodes)
+        fine = (self.size[self.nodes] <= LARGEST) & sound(self.kept) & ~self.failed[self.nodes]
+        if fine.all():
+            return
+        bad, place = self.nodes[~fine], torch.from_numpy(np.flatnonzero(~fine))
+        for name, value in self.params.items():
+            value[bad] = self.snapshots[self.tick][name][bad]
+            for node in self.own.keys() & set(bad.tolist()):  # what it sent was something else
+                value[node] = self.own[node][name]
+        self.size[bad] = before[bad]
+        self.store.write_values(bad, last.select(place).values)
+        optimizer = self.protocol.local.optimizer
+        for part in self.task.components if optimizer.keep else ():
+            for moment in optimizer.moments if part.storage == "per_item" else ():
+                self.store.whole(f"{part.name}/{moment}")[bad] = 0  # there is no copy of what was there before
+        self.kept = self.store.read_values(self.nodes)
+        alone = self._blame(arrivals.select(np.isin(arrivals.receiver, bad)))
+        what = "ended with what cannot be a model, after merging and training: they have again what they had before"
+        _log.warning("Tick %d: %d nodes (first node %d) %s.", self.tick, len(bad), bad[0], what)
+        if alone > len(np.unique(arrivals.receiver)) / 2:
+            raise DivergedError(
+                f"Tick {self.tick}: {alone:,} nodes {what.partition(':')[0]}, and nobody had sent them large numbers.\n"
+                f"  Lower the learning rate ({optimizer.learning_rate:g})."
+            )
+
+    def _blame(self, arrivals: Mail) -> int:
+        """Name who sent each receiver its largest numbers, if its own were smaller; how many had nothing like that."""
+        size = self._size_of(arrivals)
+        order = np.lexsort((size, arrivals.receiver))
+        worst = order[np.diff(arrivals.receiver[order], append=-1) != 0]
+        caused = worst[size[worst] > 2 * np.maximum(1, self.size[arrivals.receiver[worst]])]
+        for sender, receiver in zip(arrivals.sender[caused].tolist(), arrivals.receiver[caused].tolist(), strict=True):
+            self._name(sender, f"node {sender} sent what made the parameters of node {receiver} unusable.")
+        return len(worst) - len(caused)
+
+    def _performance(self, wave: Mail, nodes: NDArray[np.int64]) -> _Good:
+        """How good the nodes' own parameters are for them, f32[U], and what they receive, f32[n]; that is `known` then.
+
+        Who has no validation items cannot tell: of what it hears nothing is known.
+        """
+        own, theirs = np.zeros(self.train.n_users, np.float32), np.zeros(len(wave.sender), np.float32)
         if self.panel is None:
-            return own
+            return own, theirs
         own[nodes] = self._judged(self.panel, self.params, nodes, nodes)
+        able = np.diff(self.panel.offset) > 0
         for sent, mine in wave.by_tick():
             sender, receiver = wave.sender[mine], wave.receiver[mine]
-            self.known[receiver, sender] = self._judged(self.panel, self.snapshots[sent], sender, receiver)
-        return own
+            theirs[mine] = self._judged(self.panel, self.snapshots[sent], sender, receiver)
+            self.known[receiver, sender] = np.where(able[receiver], theirs[mine], -1.0)
+        return own, theirs
 
     def _judged(
         self, panel: Panel, params: NodeParams, node: NDArray[np.int64], judge: NDArray[np.int64]
@@ -571,9 +640,11 @@ class _Run:
         groups = np.split(np.arange(len(node)), np.flatnonzero(np.diff(group)) + 1)
         return np.concatenate(list(self.pool.map(graded, groups)))
 
-    def _merge(self, wave: Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> None:
+    def _merge(self, wave: Mail, nodes: NDArray[np.int64], good: _Good) -> None:
         """Put the weighted mean of its own and the received parameters in the place of each node's."""
-        share, rest = self._weights(wave, nodes, own)
+        here = np.isin(wave.receiver, nodes)
+        wave = wave.select(here)
+        share, rest = self._weights(wave, nodes, good[0][nodes], good[1][here])
         if self.protocol.precision == "float16":
             self._merge_halves(wave, nodes, share, rest)
             return
@@ -598,14 +669,16 @@ class _Run:
             for name, value in self.params.items():
                 value[receiver].lerp_(self.snapshots[sent][name][sender], part / weight[receiver])
 
-    def _weights(self, wave: Mail, nodes: NDArray[np.int64], own: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
-        """The share of each message, f32[n], and of each node's own parameters, f32[C] (eq. 8)."""
+    def _weights(
+        self, wave: Mail, nodes: NDArray[np.int64], own: NDArray[np.float32], theirs: NDArray[np.float32]
+    ) -> tuple[Tensor, Tensor]:
+        """The share of each message, f32[n], and of each node's own parameters, f32[C] (eq. 8), which are so good."""
         if self.protocol.weights == "equal":
             message, mine = torch.ones(len(wave.sender)), torch.ones(len(nodes))
         elif self.panel is None:
             message, mine = self.positives[wave.sender], self.positives[nodes]
         else:
-            message, mine = torch.from_numpy(self.known[wave.receiver, wave.sender]), torch.from_numpy(own[nodes])
+            message, mine = torch.from_numpy(theirs), torch.from_numpy(own)
         place = torch.from_numpy(np.searchsorted(nodes, wave.receiver))
         total = mine.clone().index_add_(0, place, message)
         equal = total <= 0  # nothing is good for anything yet: all count alike
@@ -620,3 +693,13 @@ def _ticks(saved: Saved, mark: str) -> set[int]:
     if any(not each.isdecimal() or len(each) > 18 for each in words):
         raise saved.unfit(f"a tensor is called {mark}{min(words)[:40]}, expected the number of a tick")
     return {int(each) for each in words}
+
+
+def _words(saved: Saved, name: str) -> dict[tuple[int, int], str]:
+    """What is told of a tick and a node."""
+    found = saved.about.get(name)
+    if not isinstance(found, list) or any(
+        not isinstance(each, list) or [type(one) for one in each] != [int, int, str] for each in found
+    ):
+        raise saved.unfit(f"{name!r} is {found!r:.40}, expected lists of a tick, a node and words")
+    return {(tick, node): words for tick, node, words in found}

@@ -1,4 +1,4 @@
-"""Messages between nodes: who sends to whom, and what is on its way."""
+"""Messages between nodes: who sends to whom, who stays, and what is on its way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _NAMES = ("sent", "sender", "receiver")
 def random_views(
     nodes: NDArray[np.int64], degree: int, seed: int, epoch: int, kept: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Distinct random peers of each node, i64[n, degree], never itself; the first ones are those in `kept`, i64[n, k].
+    """Distinct random peers of each node, i64[n, degree], never itself; the first ones are those in `kept`, i64[n, k],
+    where it is not -1.
 
     Every set of peers is equally likely, as random peer sampling aims at (Jelasity et al. 2007).
     """
@@ -25,17 +26,34 @@ def random_views(
     if degree >= n:
         raise ConfigError(f"degree is {degree}, expected at most {n - 1}: the other nodes.")
     view = np.full((n, degree), -1, np.int64)
-    start = 0 if kept is None else kept.shape[1]
     if kept is not None:
-        view[:, :start] = kept
-    for place in range(start, degree):
-        todo, attempt = np.arange(n), 0
+        view[:, : kept.shape[1]] = kept
+    for place in range(degree):
+        todo, attempt = np.flatnonzero(view[:, place] < 0), 0
         while len(todo):
             drawn = nodes[random.below(n, seed, "peer", epoch, nodes[todo], place, attempt)]
-            view[todo, place] = drawn
-            twice = (view[todo, :place] == drawn[:, None]).any(1) | (drawn == nodes[todo])
+            twice = (view[todo] == drawn[:, None]).any(1) | (drawn == nodes[todo])
+            view[todo[~twice], place] = drawn[~twice]
             todo, attempt = todo[twice], attempt + 1
     return view
+
+
+def best_heard(
+    heard: NDArray[np.float32], nodes: NDArray[np.int64], stay: int, seed: int, epoch: int
+) -> NDArray[np.int64]:
+    """The best senders that each node heard, i64[n, stay], best first, then -1 where it heard fewer.
+
+    `heard` is how good what each user sent was for each node, f32[n, U]; below 0: it was not heard. Who is equally good
+    comes in random order.
+    """
+    place, sender = np.nonzero(heard >= 0)
+    lot = random.bits(seed, "equally good", epoch, nodes[place], sender)
+    order = np.lexsort((lot, -heard[place, sender], place))
+    place, sender = place[order], sender[order]
+    rank = np.arange(len(place)) - np.searchsorted(place, place)
+    best = np.full((len(nodes), stay), -1, np.int64)
+    best[place[rank < stay], rank[rank < stay]] = sender[rank < stay]
+    return best
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,14 @@
-"""What the nodes of a gossip hold, each its own parameters: the first ones, merges, changes, what nobody can use."""
+"""What the nodes of a gossip hold, each its own parameters: the first ones, merges, changes, what nobody can use.
+
+What cannot be a model, whoever sent it: what has not the form of one, a number that is not finite, one above `LARGEST`,
+and one more than `TIMES` as large as the largest of the receiver, or as 1 if that is larger.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,12 +17,15 @@ from torch import Tensor
 
 from recleak import random
 from recleak.kernels_gmf import merge_models
+from recleak.kernels_nodes import largest_bits
 from recleak.models.components import Component
 from recleak.training.chunks import cores
 from recleak.update import NodeParams, Update
 
 Precision = Literal["float32", "float16"]
 DTYPE = {"float32": torch.float32, "float16": torch.float16}
+LARGEST = 65504.0  # of all numbers in half precision, in which nodes may hold models
+TIMES = 1000.0  # models of nodes that train alike are of one scale: those of 200 ticks here are within a factor of 50
 TABLE = 1 << 26  # bytes of gathered parameters at a time
 PIECE = 1 << 23  # bytes of what is copied and soon forgotten: less than this much memory is used again at once
 
@@ -84,23 +91,50 @@ def of_nodes(params: NodeParams, node: NDArray[np.int64]) -> dict[str, Tensor]:
     return found
 
 
-def misfit(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+def misfit(got: Any, expected: Mapping[str, Tensor]) -> str | None:
     """What is wrong with the form of parameters, in words; None: nothing."""
+    if not isinstance(got, Mapping):
+        return f"{type(got).__name__}, expected components by name"
     if set(got) != set(expected):
-        return f"the components {', '.join(sorted(got)) or 'none'}, expected {', '.join(sorted(expected))}"
+        return f"the components {', '.join(sorted(map(str, got))) or 'none'}, expected {', '.join(sorted(expected))}"
     for name, value in expected.items():
-        if got[name].shape != value.shape:
-            return f"{name} of shape {list(got[name].shape)}, expected {list(value.shape)}"
+        found = got[name]
+        if not isinstance(found, Tensor):
+            return f"{name} as {type(found).__name__}, expected a tensor"
+        if (found.dtype, found.layout, found.device) != (value.dtype, value.layout, value.device):
+            kind, wanted = (f"{each.dtype}, {each.layout}, {each.device}" for each in (found, value))
+            return f"{name} of type {kind}, expected {wanted}"
+        if found.shape != value.shape:
+            return f"{name} of shape {list(found.shape)}, expected {list(value.shape)}"
     return None
 
 
-def finite(params: NodeParams, node: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether all that each of the nodes has is finite, bool[n]."""
-    sound = torch.ones(len(next(iter(params.values()))), dtype=torch.bool)
+def sizes(params: Mapping[str, Tensor]) -> NDArray[np.float32]:
+    """The largest magnitude in all that each of U nodes has, f32[U]; infinite if something is not finite."""
+    found = np.zeros(len(next(iter(params.values()))), np.float32)
     for value in params.values():
-        for start in range(0, len(value), step := max(1, PIECE // max(1, 4 * value[0].numel()))):
-            sound[start : start + step] &= torch.isfinite(value[start : start + step].float().flatten(1).sum(1))
-    return sound.numpy()[node]
+        half = value.dtype == torch.float16
+        bits = value.numpy().reshape(len(value), -1).view(np.uint16 if half else np.uint32)
+        most = np.empty(len(bits), bits.dtype)
+        largest_bits(bits, most.dtype.type(0x7FFF if half else 0x7FFFFFFF), most)
+        size = most.view(np.float16 if half else np.float32).astype(np.float32)
+        np.maximum(found, np.where(np.isnan(size), np.inf, size), out=found)
+    return found
+
+
+def sound(kept: Update) -> NDArray[np.bool_]:
+    """Whether what each client keeps beside rows is finite and, if it is of the model, not above `LARGEST`, bool[C]."""
+    found = np.ones(kept.n_clients, bool)
+    for name, value in kept.values.items():
+        if value.is_floating_point():
+            size = sizes({name: value})
+            found &= np.isfinite(size) if "/" in name else size <= LARGEST  # moments may be larger
+    return found
+
+
+def refused(sent: NDArray[np.float32], own: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Whether receivers with largest numbers f32[n] refuse what has these, f32[n]."""
+    return np.asarray(~(sent <= np.minimum(LARGEST, TIMES * np.maximum(own, 1))))
 
 
 def fitting(components: Sequence[Component], n_users: int, n_items: int, memory: int = TABLE) -> int:

@@ -11,6 +11,7 @@ C clients, A active ones, B items in a batch, N item rows of all clients, I item
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import nan
 from typing import Literal, get_args
 
 import numpy as np
@@ -33,7 +34,7 @@ from recleak.training.optimizers import (
 )
 from recleak.training.transitions import LocalTransitions
 from recleak.training.visit import Visit, after_epoch
-from recleak.update import Update, merge
+from recleak.update import NodeParams, Update, merge
 
 _TOGETHER = 16  # clients whose other rows are in memory at a time
 
@@ -115,7 +116,7 @@ class Trained:
 
     update: Update  # of the shared components: now minus received, after the defenses
     kept: Update  # values (not differences) of what the clients keep, for their next visit
-    loss: Tensor  # f32[C]: mean over steps
+    loss: Tensor  # f32[C]: mean over steps; NaN of a node of a gossip that could not be trained, and changed nothing
     positives: Tensor  # f32[C]: how many own items a client trained on, after the defenses
     steps: int  # client-steps made
 
@@ -213,15 +214,27 @@ def _finished(
         update = _with_every_row(task, update, streams)
     if not all(bool(torch.isfinite(tensor.sum())) for tensor in (loss, *update.values.values(), *update.rows.values())):
         finite = torch.isfinite(loss) & torch.isfinite(update.norms())
-        raise DivergedError(
-            f"Round {round}: loss or update of {int((~finite).sum()):,} of {len(loss):,} clients of a chunk is not "
-            f"finite.\n  Lower the learning rate ({task.training.optimizer.learning_rate}); with aggregation 'sum' "
-            "every step is multiplied by the number of clients: use 'mean'."
-        )
+        if not isinstance(update.received, NodeParams):
+            raise DivergedError(
+                f"Round {round}: loss or update of {int((~finite).sum()):,} of {len(loss):,} clients of a chunk is not "
+                f"finite.\n  Lower the learning rate ({task.training.optimizer.learning_rate}); with aggregation 'sum' "
+                "every step is multiplied by the number of clients: use 'mean'."
+            )
+        update, loss = _without(update, ~finite), loss.where(finite, nan)  # each node began elsewhere
     if "upload" in hooks(task.defense):
         update = task.defense.upload(update, streams.within("upload"))
     update = replace(update, received={})  # it is sent, or goes on to the next process
     return Trained(update, kept, loss, positives, steps)
+
+
+def _without(update: Update, bad: Tensor) -> Update:
+    """The update without what some clients changed, bool[C]."""
+
+    def still(_: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
+        lost = bad if owner is None else bad[owner]
+        return tensor.masked_fill(lost.reshape(-1, *[1] * (tensor.dim() - 1)), 0)
+
+    return update.map(still)
 
 
 def _with_every_row(task: Task, update: Update, streams: Streams) -> Update:
