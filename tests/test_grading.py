@@ -379,7 +379,7 @@ def test_equal_scores_count_as_a_draw_among_them() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["the first users", "the last users"])
-def test_a_constant_answer_gets_what_chance_gets(first: bool) -> None:
+def test_a_constant_answer_finds_what_a_draw_finds(first: bool) -> None:
     users, size = 50, 10
     truth = torch.zeros(users, users, dtype=torch.bool)
     truth[:, slice(0, size) if first else slice(users - size, users)] = True

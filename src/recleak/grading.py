@@ -253,9 +253,9 @@ def grade_communities(
 ) -> dict[str, Tensor]:
     """Claims against the truth, f32[A, U] and bool[A, U].
 
-    The `size` highest scores are claimed; of equal ones at the limit each counts as much as it is claimed on average, so
-    that a constant answer gets what chance gets. Nobody who was not heard of (no finite score) is claimed, and an
-    adversary that heard of fewer claims fewer.
+    The `size` highest scores are claimed; of equal ones at the limit each counts as much as it would be claimed on
+    average, so that a constant answer gets what chance gets. Nobody who was not heard of (no finite score) is claimed,
+    and an adversary that heard of fewer claims fewer.
 
     accuracy f32[A]: the share of the community that is claimed (CDA, eq. 12). bound f32[A]: the share of the community
     that was seen. exposed f32[U]: the share of the adversaries in whose community a user is that claim it (NaN where it
