@@ -81,7 +81,9 @@ def test_the_server_finds_planted_communities(scoring: Scoring) -> None:
 def test_everybody_is_scored_without_the_senders_vectors(vector: Vector) -> None:
     """How well is another matter: with two colors, those of the other one push the targets as those of the same do."""
     data, _ = checkerboard(24, 24)
-    known, everybody = knowledge_of(data, Defense()), torch.arange(24)
+    groups = torch.eye(24, dtype=torch.bool)
+    groups[:, 0] = True
+    known, everybody = knowledge_of(data, Defense(), groups=groups), torch.arange(24)
     tap = Listening(Server(), ServerCommunity(scoring="standardized", vector=vector), known)
     protocol = Federated(rounds=3, aggregation="weighted", local=LOCAL)
     train_federated(protocol, MODEL, data, taps=[tap], confidants=range(24), show_progress=False)
@@ -154,6 +156,111 @@ def test_scores_are_what_their_formulas_say() -> None:
             torch.testing.assert_close(got[0, 0], value, atol=1e-5, rtol=1e-4)
 
 
+class Other(GMF):
+    """The same, but it may compute something else, so nothing compiled is used."""
+
+
+def slow_score(scoring: Scoring, logits: Tensor, wanted: Tensor, apart: Tensor, a: int, count: int) -> float:
+    """Of one adversary and one model, target by target: f32[I], bool[I] and bool[I] of those that do not count."""
+    mine = [i for i in range(len(logits)) if wanted[i] and not apart[i]]
+    value = logits if scoring in ("standardized", "jaccard", "ndcg") else torch.sigmoid(logits)
+    if scoring == "jaccard":
+        own = {int(i) for i in logits.topk(count).indices if not apart[i]}
+        return len(own & set(mine)) / max(len(own | set(mine)), 1)
+    others, gains = [i for i in range(len(logits)) if not wanted[i]], []
+    for i in mine:
+        lot = [others[int(at)] for at in random.below(len(others), 0, "ndcg", a, i, range(99))]
+        rank = sum(float(logits[j] > logits[i]) + 0.5 * float(logits[j] == logits[i]) for j in lot)
+        gains.append(1 / np.log2(rank + 2) if rank < 20 else 0.0)
+    if scoring == "ndcg":
+        return float(np.mean(gains)) if gains else 0.0
+    mean = float(np.mean([float(value[i]) for i in mine])) if mine else 0.0
+    if scoring == "confidence":
+        return mean
+    above = mean - float(value.mean())
+    return above if scoring == "calibrated" else above / float(value.std())
+
+
+@pytest.mark.parametrize("scoring", ["confidence", "calibrated", "standardized", "jaccard", "ndcg"])
+@pytest.mark.parametrize("kind", [GMF, Other])
+@pytest.mark.parametrize("vector", ["sent", "told", "mean"])
+def test_targets_that_are_a_senders_own_do_not_count(vector: Vector, kind: type[GMF], scoring: Scoring) -> None:
+    known, push = message()
+    excluded = (torch.rand(8, 12, generator=torch.Generator().manual_seed(5)) < 0.4).float()
+    excluded[7] = 1.0  # nothing is left of any target
+    told = torch.randn(8, 4, generator=torch.Generator().manual_seed(6))
+    groups = known.public["groups"].clone()
+    groups[:, 4] = True
+    components = MODEL.components() if vector != "sent" else known.components
+    public = {**known.public, "excluded": excluded, "groups": groups}
+    known = Knowledge(kind(4, init=Normal(0.5)), 8, 12, components, LOCAL, FULL, public)
+    attack = PeerCommunity(scoring=scoring, vector=vector)
+    state = attack.fold(known, attack.init(known), Disclosure(torch.arange(8), {"user": told}, {}))
+    params = push.params if vector == "sent" else {n: value for n, value in push.params.items() if n != "user"}
+    state = attack.fold(known, state, replace(push, params=params))
+    count = round(float(known.public["popularity"].sum()) / 8)
+    for a, sender, row in ((0, 5, 0), (1, 5, 0), (2, 6, 1), (3, 7, 2), (0, 7, 2)):
+        user = {"sent": push.params["user"][row, sender], "told": told[a], "mean": (told[a] + told[4]) / 2}[vector]
+        logits = push.params["item"][row] @ (user * push.params["head.1.weight"][row, :, 0])
+        logits = logits + push.params["head.1.bias"][row]
+        expected = slow_score(scoring, logits, public["targets"][a] > 0, excluded[sender] > 0, a, count)
+        assert float(state["score"][a, sender]) == pytest.approx(expected, abs=1e-5, rel=1e-4)
+
+
+@pytest.mark.parametrize("vector", ["sent", "fitted"])
+@pytest.mark.parametrize("scoring", ["confidence", "calibrated", "standardized", "jaccard", "ndcg"])
+def test_at_a_server_other_targets_change_only_those_they_are_taken_from(vector: Vector, scoring: Scoring) -> None:
+    data, _ = checkerboard(8, 12)
+    defense = FULL if vector == "sent" else ShareLess(("user",))
+    excluded, scores = torch.zeros(8, 12), []
+    excluded[3, ::2] = 1.0
+    for more in ({}, {"excluded": excluded}, {"excluded": torch.ones(8, 12)}):
+        tap = Listening(
+            Server(),
+            ServerCommunity(scoring=scoring, vector=vector, negatives=5, cutoff=3),
+            knowledge_of(data, defense, **more),
+        )
+        protocol = Federated(rounds=2, local=LOCAL)
+        train_federated(protocol, MODEL, data, defense=defense, taps=[tap], show_progress=False)
+        scores.append(tap.answer(WhoBelongs(torch.arange(8), torch.arange(8))))
+    others = torch.arange(8) != 3
+    assert torch.equal(scores[0][:, others], scores[1][:, others])
+    assert bool((scores[0][:, 3] != scores[1][:, 3]).any())
+    assert bool((scores[2] == scores[2][:1]).all() if vector == "sent" else True), "nothing of the targets is left"
+
+
+def test_excluded_of_another_shape_is_refused() -> None:
+    known, push = message()
+    known = replace(known, public={**known.public, "excluded": torch.ones(4, 12)})
+    attack = PeerCommunity()
+    with pytest.raises(ConfigError, match=r"Got excluded \[4, 12\], expected \[8, 12\]"):
+        attack.fold(known, attack.init(known), push)
+
+
+def test_the_vectors_of_those_outside_the_group_do_not_matter() -> None:
+    data, _ = checkerboard(8, 12)
+    groups = torch.eye(8, dtype=torch.bool)
+    groups[:, 2] = True  # one who sides with everybody
+    known = knowledge_of(data, ShareLess(("user",)), groups=groups)
+    told = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
+    scores = []
+    for vectors in (told, torch.where(torch.arange(8)[:, None] == 5, 100 * told, told)):
+        tap = Listening(Server(), ServerCommunity(scoring="standardized", vector="mean"), known)
+        tap.receive(Disclosure(torch.arange(8), {"user": vectors}, {}))
+        protocol = Federated(rounds=2, local=LOCAL)
+        train_federated(protocol, MODEL, data, defense=ShareLess(("user",)), taps=[tap], show_progress=False)
+        scores.append(tap.answer(WhoBelongs(torch.arange(8), torch.arange(8))))
+    others = torch.arange(8) != 5
+    assert bool(torch.isfinite(scores[0]).all())
+    assert torch.equal(scores[0][others], scores[1][others])
+    assert not torch.equal(scores[0][5], scores[1][5])
+    some = ServerCommunity(vector="mean")
+    alone = replace(known, public={name: value for name, value in known.public.items() if name != "groups"})
+    state = some.fold(alone, some.init(alone), Disclosure(torch.arange(8), {"user": told}, {}))
+    with pytest.raises(ConfigError, match="no groups"):
+        some._vectors(alone, state, {})
+
+
 def test_groups_keep_apart_and_parts_of_a_message_add_up() -> None:
     known, push = message()
     attack = PeerCommunity()
@@ -211,9 +318,6 @@ def test_what_was_told_is_the_adversarys_own() -> None:
 @pytest.mark.parametrize("scoring", ["confidence", "calibrated", "standardized"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_compiled_scores_are_those_of_the_general_way(scoring: Scoring, bias: bool) -> None:
-    class Other(GMF):
-        """The same, but it may compute something else, so nothing compiled is used."""
-
     data, _ = checkerboard(8, 12)
     everybody, scores = torch.arange(8), []
     for model in (GMF(4, bias, Normal(0.5)), Other(4, bias, Normal(0.5))):
@@ -229,7 +333,7 @@ def test_compiled_scores_are_those_of_the_general_way(scoring: Scoring, bias: bo
 @pytest.mark.parametrize("scoring", ["confidence", "calibrated", "standardized", "jaccard", "ndcg"])
 def test_equal_vectors_are_their_mean(scoring: Scoring) -> None:
     data, _ = checkerboard(8, 12)
-    known = knowledge_of(data, ShareLess(("user",)))
+    known = knowledge_of(data, ShareLess(("user",)), groups=torch.ones(8, 8, dtype=torch.bool))
     same = torch.randn(4, generator=torch.Generator().manual_seed(3)).expand(8, 4)
     scores = []
     for vector in ("told", "mean"):
@@ -260,7 +364,8 @@ def test_mean_chances_are_those_of_sigmoids() -> None:
         head, vector = (draw.standard_normal(shape).astype(np.float32) for shape in ((3, 8), (2, 8)))
         bias, item, offset = np.array([0.1, 0, -2], np.float32), np.array([4, 1, 7, 49, 3]), np.array([0, 2, 5])
         adversary, model, out = np.array([0, 1, 1, 0]), np.array([0, 1, 2, 2]), np.empty(4, np.float32)
-        score_pairs(table, head, bias, vector, item, offset, np.arange(9), adversary, model, out)
+        apart = np.empty((0, 0), np.float32)
+        score_pairs(table, head, bias, vector, item, offset, apart, np.arange(9), adversary, model, out)
         logits = np.einsum("kid,kd->ki", table[model].astype(float), vector[adversary] * head[model].astype(float))
         chance = torch.sigmoid(torch.from_numpy(logits + bias[model, None])).numpy()
         for k, a in enumerate(adversary):
@@ -368,15 +473,18 @@ def test_the_chain_at_a_node_finds_the_rows_that_moved(shared: bool) -> None:
     assert float(score[1]) == 1.0
 
 
-def slow_similarity(apart: Tensor, direction: Tensor | None, side: Tensor, targets: Tensor, size: int) -> float:
-    """Of one pair, in float64: f64[I, d], f64[d], f64[I] and f64[I]."""
+def slow_similarity(
+    apart: Tensor, direction: Tensor | None, side: Tensor, targets: Tensor, size: int, off: Tensor | None = None
+) -> float:
+    """Of one pair, in float64: f64[I, d], f64[d], f64[I] and f64[I]; without items that do not count, f64[I]."""
     along = torch.linalg.eigh(apart.T @ apart).eigenvectors[:, -1] if direction is None else direction
     moved = apart @ along
     if direction is None and float(moved @ side) < 0:
         moved = -moved
-    order = moved.argsort(descending=True)
-    both = float(targets[order[:size]].sum())
-    return both / (float(targets.sum()) + size - both)
+    own = moved.argsort(descending=True)[:size]
+    counts = torch.ones_like(targets) if off is None else 1 - off
+    both = float((targets * counts)[own].sum())
+    return both / max(float((targets * counts).sum()) + float(counts[own].sum()) - both, 1.0)
 
 
 @pytest.mark.parametrize(("items", "size"), [(60, 12), (60, 1), (60, 60), (700, 30)])  # 700: more than one block
@@ -388,12 +496,16 @@ def test_moved_rows_are_those_of_the_loop(told: bool, items: int, size: int) -> 
     who, what = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([3, 6, 3, 0, 1])
     direction = torch.randn(5, 5, generator=draws) if told else None
     side = torch.randn(items, generator=draws)
-    got = _of_moved_rows(models, common, who, what, direction, side, targets, size)
+    off = (torch.rand(7, items, generator=draws) < 0.2).float()
+    plain, without = (
+        _of_moved_rows(models, common, who, what, direction, side, targets, size, each) for each in (None, off)
+    )
     for k in range(5):
         apart = (models[what[k]] - common[who[k]]).double()
         line = None if direction is None else direction[k].double()
-        expected = slow_similarity(apart, line, side.double(), targets[who[k]].double(), size)
-        assert float(got[k]) == pytest.approx(expected)
+        given = (apart, line, side.double(), targets[who[k]].double(), size)
+        assert float(plain[k]) == pytest.approx(slow_similarity(*given))
+        assert float(without[k]) == pytest.approx(slow_similarity(*given, off[what[k]].double()))
 
 
 def test_rows_that_moved_alike_count_as_a_random_choice() -> None:
@@ -402,9 +514,15 @@ def test_rows_that_moved_alike_count_as_a_random_choice() -> None:
     targets = torch.zeros(1, 10)
     targets[0, [0, 4, 5, 6, 7]] = 1.0
     pair = torch.zeros(1, dtype=torch.int64)
-    got = _of_moved_rows(models, common, pair, pair, torch.tensor([[1.0, 0.0]]), torch.zeros(10), targets, 4)
+    line, side = torch.tensor([[1.0, 0.0]]), torch.zeros(10)
+    got = _of_moved_rows(models, common, pair, pair, line, side, targets, 4)
     both = 1 + 4 * 2 / 8  # one of the two, and two of eight others, of which half are targets
     assert float(got) == pytest.approx(both / (5 + 4 - both))
+    apart = torch.zeros(1, 10)
+    apart[0, [0, 4, 8]] = 1.0  # two targets, of which one moved, and another item do not count
+    got = _of_moved_rows(models, common, pair, pair, line, side, targets, 4, apart)
+    both = 3 * 2 / 8
+    assert float(got) == pytest.approx(both / (3 + 1 + 6 * 2 / 8 - both))
 
 
 def test_what_was_received_in_later_ticks_counts_more() -> None:

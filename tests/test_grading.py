@@ -19,6 +19,8 @@ from recleak.data.interactions import Interactions
 from recleak.grading import (
     claimed_interactions,
     claims,
+    communities,
+    grade_communities,
     grade_items,
     grade_users,
     own_items,
@@ -345,3 +347,71 @@ def test_hits_at_a_false_positive_rate_cover_the_truth(alike: float) -> None:
     assert stats.binomtest(missed, repetitions, 0.05, alternative="greater").pvalue > 0.001
     if alike == 0:  # else hits and alarms of one user go together, and the correction narrows
         assert fixed > missed
+
+
+# --- communities ------------------------------------------------------------------------------------------------------
+
+
+def drawn_among_equals(score: Tensor, truth: Tensor, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Accuracy by adversary and how often each user is claimed, the mean over draws that order who is equal."""
+    draws = np.random.default_rng(0)
+    accuracy, claimed = np.zeros(len(score)), np.zeros(score.shape)
+    for _ in range(3000):
+        for a, row in enumerate(score.numpy()):
+            order = np.lexsort((draws.random(len(row)), -row))[:size]
+            hit = order[np.isfinite(row[order])]
+            claimed[a, hit] += 1 / 3000
+            accuracy[a] += truth[a].numpy()[hit].sum() / size / 3000
+    return accuracy, claimed
+
+
+def test_equal_scores_count_as_a_draw_among_them() -> None:
+    draws = torch.Generator().manual_seed(1)
+    score = torch.randint(0, 4, (5, 12), generator=draws).float()
+    score[torch.rand(5, 12, generator=draws) < 0.3] = -torch.inf
+    score[4, 3:] = -torch.inf  # it heard of three
+    truth = torch.rand(5, 12, generator=draws) < 0.4
+    graded = grade_communities(score, truth, 4)
+    accuracy, claimed = drawn_among_equals(score, truth, 4)
+    np.testing.assert_allclose(graded["accuracy"].numpy(), accuracy, atol=0.03)
+    exposed = (claimed * truth.numpy()).sum(0) / np.maximum(truth.sum(0).numpy(), 1)
+    np.testing.assert_allclose(graded["exposed"].nan_to_num().numpy(), exposed, atol=0.03)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the first users", "the last users"])
+def test_a_constant_answer_finds_what_a_draw_finds(first: bool) -> None:
+    users, size = 50, 10
+    truth = torch.zeros(users, users, dtype=torch.bool)
+    truth[:, slice(0, size) if first else slice(users - size, users)] = True
+    truth.fill_diagonal_(False)
+    graded = grade_communities(torch.ones(users, users), truth, size, torch.arange(users))
+    expected = truth.sum(1) / (users - 1)
+    torch.testing.assert_close(graded["accuracy"], expected.float())
+    assert float(graded["accuracy"].max()) == pytest.approx(size / (users - 1))
+    assert float(graded["separation"]) == 0
+
+
+def test_who_was_not_heard_of_or_stands_aside_is_not_found() -> None:
+    truth = torch.ones(1, 6, dtype=torch.bool)
+    score = torch.tensor([[3.0, 2.0, 1.0, -torch.inf, -torch.inf, -torch.inf]])
+    graded = grade_communities(score, truth, 4)
+    assert graded["accuracy"].tolist() == [0.75]
+    assert graded["bound"].tolist() == [3 / 4]
+    assert graded["exposed"].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    aside = torch.tensor([[True, False, False, False, False, False]])
+    assert grade_communities(score, truth, 4, aside=aside)["accuracy"].tolist() == [0.5]
+
+
+def test_a_community_has_nobody_who_stands_aside() -> None:
+    rows = np.argwhere(np.random.default_rng(0).random((12, 20)) < 0.4)
+    train = Interactions.build(pl.DataFrame({"user": rows[:, 0], "item": rows[:, 1]}))
+    targets = torch.from_numpy((train.matrix().toarray() > 0).astype(np.float32))
+    everybody = torch.arange(len(targets))
+    aside = torch.zeros(len(targets), len(targets), dtype=torch.bool)
+    aside[:, :3] = True
+    plain = communities(targets, train, 5, everybody)
+    apart = communities(targets, train, 5, everybody, aside)
+    assert bool(plain[:, :3].any())
+    assert not bool(apart[:, :3].any())
+    assert apart.sum(1).tolist() == [5] * len(targets)
+    assert bool((apart[:, 3:] | ~plain[:, 3:]).all()), "who else was in it stays"

@@ -58,6 +58,7 @@ ATTRIBUTE_NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
 }
 COMMUNITY_NULLS: Mapping[type[Vantage[Any]], tuple[str, Mapping[str, Any]]] = {
     Server: ("random users", {"use": "community", "scoring": "random"}),
+    Aggregator: ("random users of sums", {"use": "community-of-sums", "scoring": "random"}),
     Peers: ("random peers", {"use": "community-of-peers", "scoring": "random"}),
 }
 ACTIVITY: tuple[str, Mapping[str, Any]] = ("activity", {"use": "community", "scoring": "activity"})  # of marks

@@ -226,10 +226,13 @@ def _best_threshold(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> flo
 # --- communities ------------------------------------------------------------------------------------------------------
 
 
-def communities(targets: Tensor, train: Interactions, size: int, leader: Tensor | None = None) -> Tensor:
+def communities(
+    targets: Tensor, train: Interactions, size: int, leader: Tensor | None = None, aside: Tensor | None = None
+) -> Tensor:
     """The `size` users whose items are most similar to each adversary's targets, f32[A, I] -> bool[A, U].
 
-    Similar by Jaccard (CDA, eq. 11); ties are drawn. The adversary's own user, `leader` i64[A], is not in it.
+    Similar by Jaccard (CDA, eq. 11); ties are drawn. Not in it is the adversary's own user, `leader` i64[A], or who is
+    `aside`, bool[A, U]: those who side with it.
     """
     own = torch.from_numpy((train.matrix().toarray() > 0).astype(np.float32))  # f32[U, I]
     both = targets @ own.T
@@ -239,32 +242,39 @@ def communities(targets: Tensor, train: Interactions, size: int, leader: Tensor 
     near += torch.from_numpy(tie) * 1e-9
     if leader is not None:
         near[torch.arange(len(leader)), leader] = -1
-    chosen = near.topk(min(size, train.n_users - 1), dim=1).indices
-    return torch.zeros(near.shape, dtype=torch.bool).scatter_(1, chosen, True)
+    if aside is not None:
+        near[aside] = -1
+    chosen = near.topk(min(size, train.n_users - 1), dim=1)
+    return torch.zeros(near.shape, dtype=torch.bool).scatter_(1, chosen.indices, chosen.values >= 0)
 
 
-def grade_communities(answer: Tensor, truth: Tensor, size: int, leader: Tensor | None = None) -> dict[str, Tensor]:
+def grade_communities(
+    answer: Tensor, truth: Tensor, size: int, leader: Tensor | None = None, aside: Tensor | None = None
+) -> dict[str, Tensor]:
     """Claims against the truth, f32[A, U] and bool[A, U].
 
-    accuracy f32[A]: the share of the community among the `size` highest scores (CDA, eq. 12); nobody who was not seen
-    is claimed. bound f32[A]: the share of the community that was seen. exposed f32[U]: the share of the adversaries
-    in whose community a user is that claim it (NaN where it is in none). separation f32[]: how far the scores of those
-    claimed are above the others, in standard deviations, the mean over adversaries: what an adversary can see itself.
+    The `size` highest scores are claimed; of equal ones at the limit each counts as much as it would be claimed on
+    average, so that a constant answer gets what chance gets. Nobody who was not heard of (no finite score) is claimed,
+    and an adversary that heard of fewer claims fewer.
+
+    accuracy f32[A]: the share of the community that is claimed (CDA, eq. 12). bound f32[A]: the share of the community
+    that was seen. exposed f32[U]: the share of the adversaries in whose community a user is that claim it (NaN where it
+    is in none). separation f32[]: how far the scores of those claimed are above the others, in standard deviations, the
+    mean over adversaries: what an adversary can see itself. Nobody looks for its own user, `leader` i64[A], or for who
+    is `aside`, bool[A, U].
     """
-    score = answer.clone()
+    seen = torch.isfinite(answer) if aside is None else torch.isfinite(answer) & ~aside
     if leader is not None:
-        score[torch.arange(len(leader)), leader] = float("-inf")
-    seen = torch.isfinite(score)
-    top = score.topk(min(size, score.shape[1]), dim=1)
-    claimed = torch.zeros_like(truth).scatter_(1, top.indices, torch.isfinite(top.values))
-    right, members = claimed & truth, truth.sum(0)
-    rest = seen & ~claimed
-    plain = score.masked_fill(~seen, 0.0)
+        seen[torch.arange(len(leader)), leader] = False
+    claimed = _highest(answer.masked_fill(~seen, float("-inf")), size) * seen  # f32[A, U]
+    right, members = claimed * truth, truth.sum(0)
+    rest = seen * (1 - claimed)
+    plain = answer.masked_fill(~seen, 0.0)
     count = seen.sum(1).clamp(min=1)
     mean = plain.sum(1) / count
     spread = (((plain - mean.unsqueeze(1)) ** 2 * seen).sum(1) / count).sqrt()
     gap = (plain * claimed).sum(1) / claimed.sum(1).clamp(min=1) - (plain * rest).sum(1) / rest.sum(1).clamp(min=1)
-    told = rest.any(1) & (spread > 0)
+    told = (rest > 0).any(1) & (spread > 0)
     return {
         "accuracy": right.sum(1) / size,
         "bound": (truth & seen).sum(1) / size,
@@ -273,6 +283,16 @@ def grade_communities(answer: Tensor, truth: Tensor, size: int, leader: Tensor |
         if bool(told.any())
         else torch.zeros(()),
     }
+
+
+def _highest(score: Tensor, size: int) -> Tensor:
+    """How likely each is among the highest of its row if equal ones are drawn, f32[A, U]: 1, 0, or between at the
+    limit.
+    """
+    limit = score.topk(min(size, score.shape[1]), dim=1).values[:, -1:]
+    above, level = score > limit, score == limit
+    left = size - above.sum(1, keepdim=True)
+    return above + level * (left / level.sum(1, keepdim=True)).clamp(max=1)
 
 
 def grade_holders(answer: Tensor, truth: Tensor, leader: Tensor | None = None) -> dict[str, Tensor]:

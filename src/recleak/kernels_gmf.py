@@ -364,6 +364,7 @@ def score_pairs(
     table: F32, head: F32, bias: F32,  # f32[m, I, d], f32[m, d], f32[m]: of models
     vector: F32,  # f32[A, d]: of adversaries
     item: I64, offset: I64,  # i64[T], i64[A + 1]: targets
+    apart: F32,  # f32[m, I]: 1 for targets that do not count for a model; or f32[0, 0]
     sample: I64,  # i64[S]: random items
     adversary: I64, model: I64,  # i64[k]: pairs
     out: F32,  # f32[k]
@@ -371,15 +372,29 @@ def score_pairs(
     """The mean chance of an adversary's targets by a model with its vector, minus that of a sample if there is one."""
     d = table.shape[2]
     turned, chance = np.empty(d, np.float32), np.empty(table.shape[1], np.float32)
-    power = np.empty(table.shape[1], np.int32)
+    power, room = np.empty(table.shape[1], np.int32), np.empty(table.shape[1], np.int64)
     for k in range(adversary.shape[0]):
         a, m = adversary[k], model[k]
         for j in range(d):
             turned[j] = vector[a, j] * head[m, j]
-        mean = _mean_chance(table[m], turned, bias[m], item[offset[a] : offset[a + 1]], chance, power)
+        mine = _that_count(item[offset[a] : offset[a + 1]], apart, m, room)
+        mean = _mean_chance(table[m], turned, bias[m], mine, chance, power)
         if sample.shape[0]:
             mean -= _mean_chance(table[m], turned, bias[m], sample, chance, power)
         out[k] = mean
+
+
+@compiled
+def _that_count(item: I64, apart: F32, model: int, room: I64) -> I64:
+    """The items without those that a model's row of f32[m, I] sets apart, if there are such rows; i64[at most I]."""
+    if apart.shape[0] == 0:
+        return item
+    count = 0
+    for t in range(item.shape[0]):
+        if apart[model, item[t]] == 0:
+            room[count] = item[t]
+            count += 1
+    return room[:count]
 
 
 @compiled
@@ -413,9 +428,10 @@ def _mean_chance(rows: F32, turned: F32, bias: np.float32, item: I64, chance: F3
 
 @compiled
 def standardize_pairs(
-    table: F32, head: F32,  # f32[m, I, d], f32[m, d]: of models
+    table: F32, head: F32, bias: F32,  # f32[m, I, d], f32[m, d], f32[m]: of models
     vector: F32,  # f32[A, d]: of adversaries
     item: I64, offset: I64,  # i64[T], i64[A + 1]: targets
+    apart: F32,  # f32[m, I]: 1 for targets that do not count for a model; or f32[0, 0]
     center: F32, spread: F32,  # f32[m, d], f32[m, d, d]: mean and covariance of a model's rows of random items
     adversary: I64, model: I64,  # i64[k]: pairs
     out: F32,  # f32[k]
@@ -423,20 +439,23 @@ def standardize_pairs(
     """How far an adversary's targets lie above random items by a model with its vector, in standard deviations.
 
     A score is linear in an item's row, so that the sample's mean and variance are those of rows along one direction.
+    The mean over no targets is 0.
     """
     d = table.shape[2]
-    turned = np.empty(d, np.float32)
+    turned, room = np.empty(d, np.float32), np.empty(table.shape[1], np.int64)
     for k in range(adversary.shape[0]):
         a, rows = adversary[k], table[model[k]]
         for j in range(d):
             turned[j] = vector[a, j] * head[model[k], j]
-        total = np.float32(0)
-        for t in range(offset[a], offset[a + 1]):
+        total, mine = np.float32(0), _that_count(item[offset[a] : offset[a + 1]], apart, model[k], room)
+        for t in range(mine.shape[0]):
             score = np.float32(0)
             for j in range(d):
-                score += turned[j] * rows[item[t], j]
+                score += turned[j] * rows[mine[t], j]
             total += score
-        above, variance = total / max(offset[a + 1] - offset[a], 1), np.float32(0)
+        above, variance = total / max(mine.shape[0], 1), np.float32(0)
+        if mine.shape[0] == 0:  # else both means have it
+            above -= bias[model[k]]
         for j in range(d):
             above -= turned[j] * center[model[k], j]
             for i in range(d):

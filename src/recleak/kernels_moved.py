@@ -92,6 +92,7 @@ def similar_by_moved(
     side: F32,  # f32[I]: with these rows own items move, as in `_project`
     oriented: bool,  # whether the direction has the right sign
     targets: F32,  # f32[A, I]
+    apart: F32,  # f32[m, I]: 1 for items that do not count for a model; or f32[0, 0]
     size: int,  # so many rows that moved most are taken for the sender's own
     out: F32,  # f32[k]
 ) -> None:  # fmt: skip
@@ -103,17 +104,22 @@ def similar_by_moved(
         _project(models[what[k]], common[who[k]], along[k], oriented, side, moved)
         limit = _least_of_largest(moved, largest)
         above, level, count = 0.0, 0.0, 0.0  # targets above the limit and at it, and the target items in all
-        taken, tied = 0, 0
+        taken, tied, lost, lost_level = 0, 0, 0, 0  # the last two: of rows above and at it, those that do not count
         for i in range(items):
-            count += wanted[i]
+            off = apart.shape[0] > 0 and apart[what[k], i] != 0
+            mine = np.float32(0) if off else wanted[i]
+            count += mine
             if moved[i] > limit:
-                above += wanted[i]
+                above += mine
                 taken += 1
+                lost += off
             elif moved[i] == limit:
-                level += wanted[i]
+                level += mine
                 tied += 1
-        both = above + level * (size - taken) / tied
-        out[k] = both / max(count + size - both, 1.0)
+                lost_level += off
+        share = (size - taken) / tied
+        both = above + level * share
+        out[k] = both / max(count + size - lost - lost_level * share - both, 1.0)
 
 
 @compiled

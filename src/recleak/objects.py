@@ -104,6 +104,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "majority-of-holder": "recleak.attacks.vectors:MajorityOfHolder",
         "proportional-of-holder": "recleak.attacks.vectors:ProportionalOfHolder",
         "community": "recleak.attacks.community:ServerCommunity",
+        "community-of-sums": "recleak.attacks.community_sums:AggregatorCommunity",
         "community-of-peers": "recleak.attacks.community:PeerCommunity",
         "community-through-items": "recleak.attacks.community_items:CommunityThroughItems",
         "community-of-peers-through-items": "recleak.attacks.community_items:PeerCommunityThroughItems",

@@ -25,7 +25,7 @@ from recleak.metrics.inference import auc_by_user
 from recleak.metrics.linearized import auc_values, macro_f1_values
 from recleak.recording import Listening
 from recleak.watching import Watching
-from recleak.wire import Server
+from recleak.wire import Aggregator, Server
 
 if TYPE_CHECKING:
     from recleak.made import Made
@@ -193,7 +193,7 @@ def store_community(
 
 def lookouts_of(made: Made, attack: Any) -> Tensor | None:
     """Users who play an adversary that looks for holders of a mark, i64[A]; None: it is the server, without any."""
-    if attack.vantage is Server and getattr(attack, "vector", "sent") not in ("told", "mean"):
+    if attack.vantage in (Server, Aggregator) and getattr(attack, "vector", "sent") not in ("told", "mean"):
         return None
     users = np.arange(made.train.n_users)
     return torch.from_numpy(random.bits(made.seed, "lookouts", users).argsort()[:_LOOKOUTS])

@@ -69,6 +69,7 @@ _NULLS = {
     "popular-items": "who only knows which items are popular",
     "from-history": "who reads what users did and no list",
     "random users": "who guesses at random",
+    "random users of sums": "who guesses at random",
     "activity": "who only sees how many item rows each client sends",
     "random peers": "who guesses at random among those it heard of",
 }

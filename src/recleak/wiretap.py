@@ -65,7 +65,7 @@ class Wiretap(Watching[Any, Any]):
             knowledge = replace(knowledge, public={**knowledge.public, **public})
             question = WhoBelongs(torch.arange(len(public["targets"])), users)
             grade = partial(grade_holders, truth=truth_of_mark(made, ask), leader=leader)
-        if attack.vantage is Peers:
+        if attack.vantage is Peers or getattr(attack, "vector", "sent") == "mean":
             groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed, leader)
             knowledge = replace(knowledge, public={**knowledge.public, "groups": groups})
         vantage = Peers(groups) if attack.vantage is Peers else attack.vantage()

@@ -18,13 +18,15 @@ A score needs the sender's vector. If it is not shared, the adversary has to use
     sent      the sender's, as received
     told      of each adversary its own, or that of a user who sides with it, from `Disclosure` messages: the user of
               the public `leaders`, i64[A], or user a of adversary a
-    mean      the mean of all that were told
+    mean      the mean of those who side with it, from the same messages: the public `groups`, bool[A, U]
     fitted    one for each adversary that fits its targets best in what was broadcast (a server only)
 
-Items of senders in the public `excluded`, f32[U, I], do not count: with their own items there, targets share none with
-a victim's history (an experiment; no adversary knows them).
+Targets in the row of a sender of the public `excluded`, f32[U, I], do not count for its models: with everybody's own
+items there, targets share none with a victim's history (an experiment; no adversary knows them). What targets are
+compared with, and what a vector is fitted to, stays as it is.
 
-Models of what comes next are scored on target transitions instead: see `attacks.transitions`.
+Models of what comes next are scored on target transitions instead: see `attacks.transitions`. Behind secure
+aggregation: see `attacks.community_sums`.
 
 Axis letters: A adversaries, U users, I items, m models, n pushes, k pairs of an adversary and a model, t targets.
 """
@@ -40,7 +42,16 @@ from torch import Tensor
 
 from recleak import random
 from recleak.attacks.base import Knowledge, State, WhoBelongs
-from recleak.attacks.community_targets import groups_of, jaccard, mean_items, padded, places_of, targets_of, totals
+from recleak.attacks.community_targets import (
+    apart_of,
+    groups_of,
+    jaccard,
+    mean_items,
+    padded,
+    places_of,
+    targets_of,
+    totals,
+)
 from recleak.attacks.community_vectors import FITTED, TOLD, Vector, fitted, kept_parts, nothing_known, vectors_for
 from recleak.attacks.transitions import of_changes, of_models
 from recleak.errors import ConfigError
@@ -62,7 +73,7 @@ WEIGHT, _BIAS = "head.1.weight", "head.1.bias"  # of GMF
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Community:
+class ScoredCommunity:
     """What the attack does with models, wherever they come from."""
 
     scoring: Scoring = "confidence"
@@ -70,6 +81,7 @@ class _Community:
     keep: Keeping = "latest"  # of several scores of one sender
     negatives: int = 99  # of ndcg, for each target
     cutoff: int = 20  # of ndcg
+    colluders: float = 0.0  # the share of all users that side with each adversary; who places adversaries reads it
     seed: int = 0
 
     question: ClassVar[type[WhoBelongs]] = WhoBelongs
@@ -78,6 +90,8 @@ class _Community:
         for name, kind in (("scoring", Scoring), ("vector", Vector), ("keep", Keeping)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(kind))}.")
+        if not 0 <= self.colluders < 1:
+            raise ConfigError(f"colluders is {self.colluders}, expected a share of at least 0 and less than 1.")
 
     def init(self, knowledge: Knowledge) -> State:
         """Nobody has sent anything."""
@@ -98,14 +112,14 @@ class _Community:
                 told[name] = before.index_copy(0, message.client, message.values[part.name])
         return told
 
-    def _vectors(self, knowledge: Knowledge, state: State, own: Params, m: int) -> Params | None:
+    def _vectors(self, knowledge: Knowledge, state: State, own: Params) -> Params | None:
         """What models lack; None if nothing was told yet. Who guesses needs none."""
         if self.scoring in ("random", "activity"):
             return {}
-        return vectors_for(self._way(knowledge), knowledge, state, own, m)
+        return vectors_for(self._way(knowledge), knowledge, state, own)
 
     def _way(self, knowledge: Knowledge) -> Vector:
-        """Whose vectors are used: what is sent is."""
+        """Whose vectors are used: what is sent is. Any other is one of each adversary."""
         return self.vector if kept_parts(knowledge) else "sent"
 
     def keeping(self, state: State, adversary: Tensor, sender: Tensor, score: Tensor) -> State:
@@ -135,65 +149,87 @@ class _Community:
         `changes` may stand for a table.
         """
         if self.scoring == "random":
-            lot = random.uniform(self.seed, "random users", adversary.numpy(), sender[model].numpy())
-            return torch.from_numpy(lot).float()
-        told = self._way(knowledge) in ("told", "fitted")
+            return self.guess(adversary, sender[model])
+        told = self._way(knowledge) != "sent"
         if knowledge.model.needs_transitions:
             given = (models, vectors["user"], adversary, model)
             return of_models(knowledge, self.scoring, *given, told=told, seed=self.seed)
-        targets = targets_of(knowledge)
+        apart = apart_of(knowledge, sender)
         if told and self.scoring in ("ndcg", "jaccard"):
-            return self._of_all_items(knowledge, models, vectors, targets, adversary, model)
+            return self._of_all_items(knowledge, models, vectors, apart, adversary, model)
         if told:
-            return self._of_pairs(knowledge, models, vectors, targets, adversary, model)
-        logits = _logits(knowledge, models, vectors, changes)  # f32[m, I]
+            return self._of_pairs(knowledge, models, vectors, apart, adversary, model)
+        return self.of_logits(knowledge, logits_of(knowledge, models, vectors, changes), apart)[adversary, model]
+
+    def guess(self, adversary: Tensor, sender: Tensor) -> Tensor:
+        """A number for each pair that has nothing to do with any model, i64[k] twice -> f32[k]."""
+        lot = random.uniform(self.seed, "random users", adversary.numpy(), sender.numpy())
+        return torch.from_numpy(lot).float()
+
+    def of_logits(self, knowledge: Knowledge, logits: Tensor, apart: Tensor | None) -> Tensor:
+        """Of all adversaries and m models by the scores of all items, f32[m, I], f32[m, I] -> f32[A, m]."""
+        targets = targets_of(knowledge)
         if self.scoring == "ndcg":
-            return torch.stack([self._ndcg(logits, mine, a) for a, mine in enumerate(targets)])[adversary, model]
-        if "excluded" in knowledge.public:
-            counts = 1 - knowledge.public["excluded"][sender]  # f32[m, I]: items that count
-            size = totals(targets, counts).clamp(min=1)  # f32[A, m]
-        else:
+            return torch.stack([self._ndcg(logits, mine, a, apart) for a, mine in enumerate(targets)])
+        if apart is None:
             counts, size = logits.new_ones(()), targets.sum(1, keepdim=True).clamp(min=1)  # f32[A, 1]
+        else:
+            counts = 1 - apart  # f32[m, I]: targets that count
+            size = totals(targets, counts).clamp(min=1)  # f32[A, m]
         match self.scoring:
             case "confidence":
-                score = totals(targets, torch.sigmoid(logits) * counts) / size
+                return totals(targets, torch.sigmoid(logits) * counts) / size
             case "calibrated":
                 chance = torch.sigmoid(logits)
-                score = totals(targets, chance * counts) / size - chance.mean(1)
+                return totals(targets, chance * counts) / size - chance.mean(1)
             case "standardized":
-                score = (totals(targets, logits * counts) / size - logits.mean(1)) / logits.std(1).clamp(min=TINY)
-            case "jaccard":
-                score = jaccard(targets, _claimed(knowledge, logits) * counts, size)
-        return score[adversary, model]
+                return (totals(targets, logits * counts) / size - logits.mean(1)) / logits.std(1).clamp(min=TINY)
+            case _:
+                return jaccard(targets, _claimed(knowledge, logits) * counts, size)
 
     def _of_all_items(
-        self, knowledge: Knowledge, models: Params, vectors: Params, targets: Tensor, adversary: Tensor, model: Tensor
+        self,
+        knowledge: Knowledge,
+        models: Params,
+        vectors: Params,
+        apart: Tensor | None,
+        adversary: Tensor,
+        model: Tensor,
     ) -> Tensor:
         """With a vector of each adversary where the scores of all items count: one adversary after the other."""
-        out = torch.full((len(adversary),), UNSEEN)
+        out, targets = torch.full((len(adversary),), UNSEEN), targets_of(knowledge)
         for a in torch.unique(adversary).tolist():
             pair = (adversary == a).nonzero().squeeze(1)
             some = {name: value[model[pair]] for name, value in models.items()}
             own = {name: value[a].expand(len(pair), *value.shape[1:]) for name, value in vectors.items()}
-            logits = _logits(knowledge, some, own)  # f32[k, I]
+            logits = logits_of(knowledge, some, own)  # f32[k, I]
+            off = None if apart is None else apart[model[pair]]
             if self.scoring == "ndcg":
-                out[pair] = self._ndcg(logits, targets[a], a)
+                out[pair] = self._ndcg(logits, targets[a], a, off)
             else:
-                mine = targets[a : a + 1]
-                out[pair] = jaccard(mine, _claimed(knowledge, logits), mine.sum(1, keepdim=True).clamp(min=1))[0]
+                mine, counts = targets[a : a + 1], torch.ones_like(logits) if off is None else 1 - off
+                size = totals(mine, counts).clamp(min=1)
+                out[pair] = jaccard(mine, _claimed(knowledge, logits) * counts, size)[0]
         return out
 
     def _of_pairs(
-        self, knowledge: Knowledge, models: Params, vectors: Params, targets: Tensor, adversary: Tensor, model: Tensor
+        self,
+        knowledge: Knowledge,
+        models: Params,
+        vectors: Params,
+        apart: Tensor | None,
+        adversary: Tensor,
+        model: Tensor,
     ) -> Tensor:
         """With a vector of each adversary: its targets are all that is scored, and for a mean a sample of items."""
+        targets = targets_of(knowledge)
         tables = [part.name for part in knowledge.components if part.storage == "per_item"]
         sample = torch.from_numpy(
             random.bits(self.seed, "sample of items", range(knowledge.n_items)).argsort()[:_SAMPLE]
         )
         beside = sample if self.scoring != "confidence" else sample[:0]
         if type(knowledge.model) is GMF and set(vectors) == {"user"}:
-            return self._of_pairs_compiled(models, vectors["user"], targets, beside, adversary, model)
+            return self._of_pairs_compiled(models, vectors["user"], targets, apart, beside, adversary, model)
         item, inside = padded(targets)  # i64[A, t], bool[A, t]
         out = torch.full((len(adversary),), UNSEEN)
         size = sum(models[name][0, 0].numel() for name in tables) if len(model) else 1
@@ -208,24 +244,35 @@ class _Community:
             params |= {name: value[who] for name, value in vectors.items()}
             with torch.no_grad():
                 logits = knowledge.model.logits(params, nothing_known(*what.shape))  # f32[k, B]
-            out[some] = self._of_targets(logits, inside[who, :wide])
+            mine = inside[who, :wide]
+            if apart is not None:
+                mine = mine & (apart[what_model.unsqueeze(1), what[:, :wide]] == 0)
+            out[some] = self._of_targets(logits, mine)
         return out
 
     def _of_pairs_compiled(
-        self, models: Params, vector: Tensor, targets: Tensor, sample: Tensor, adversary: Tensor, model: Tensor
+        self,
+        models: Params,
+        vector: Tensor,
+        targets: Tensor,
+        apart: Tensor | None,
+        sample: Tensor,
+        adversary: Tensor,
+        model: Tensor,
     ) -> Tensor:
         """The same for generalized matrix factorization."""
         item, offset = places_of(targets)
+        off = torch.empty(0, 0) if apart is None else apart
         head, out = models[WEIGHT].squeeze(-1), torch.empty(len(adversary))
         bias = models[_BIAS].squeeze(-1) if _BIAS in models else torch.zeros(len(head))
         table = models["item"]
         if self.scoring == "standardized":
             apart = table[:, sample] - table[:, sample].mean(1, keepdim=True)  # f32[m, S, d]
             spread = apart.transpose(1, 2) @ apart / max(len(sample) - 1, 1)
-            given = (table, head, vector, item, offset, table[:, sample].mean(1), spread, adversary, model)
+            given = (table, head, bias, vector, item, offset, off, table[:, sample].mean(1), spread, adversary, model)
             standardize_pairs(*(each.contiguous().numpy() for each in given), out.numpy())
         else:
-            given = (table, head, bias, vector, item, offset, sample, adversary, model)
+            given = (table, head, bias, vector, item, offset, off, sample, adversary, model)
             score_pairs(*(each.contiguous().numpy() for each in given), out.numpy())
         return out
 
@@ -243,7 +290,7 @@ class _Community:
             case _:
                 return (mean - rest.mean(1)) / rest.std(1).clamp(min=TINY)
 
-    def _ndcg(self, logits: Tensor, targets: Tensor, a: int) -> Tensor:
+    def _ndcg(self, logits: Tensor, targets: Tensor, a: int, apart: Tensor | None) -> Tensor:
         """By m models for adversary a, each target against sampled other items: f32[m, I], f32[I] -> f32[m]."""
         own, others = targets.nonzero().squeeze(1), (targets == 0).nonzero().squeeze(1)
         if not len(own) or not len(others):
@@ -252,11 +299,15 @@ class _Community:
         against = logits[:, others[torch.from_numpy(lot)]]  # f32[m, t, negatives]
         best = logits[:, own].unsqueeze(2)
         rank = (against > best).sum(2) + 0.5 * (against == best).sum(2)
-        return torch.where(rank < self.cutoff, 1 / torch.log2(rank + 2), 0.0).mean(1)
+        gain = torch.where(rank < self.cutoff, 1 / torch.log2(rank + 2), 0.0)  # f32[m, t]
+        if apart is None:
+            return gain.mean(1)
+        counts = 1 - apart[:, own]
+        return (gain * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerCommunity(_Community):
+class ServerCommunity(ScoredCommunity):
     """At the server of a federation: every client's model is what was broadcast and what it changed."""
 
     vantage: ClassVar[type[Server]] = Server
@@ -283,7 +334,7 @@ class ServerCommunity(_Community):
         if knowledge.model.needs_transitions:
             return self._fold_changes(knowledge, state, message.update, received)
         update, models, own = message.update, dict[str, Tensor](), dict[str, Tensor]()
-        direct = type(knowledge.model) is GMF and self._way(knowledge) in ("sent", "mean")
+        direct = type(knowledge.model) is GMF and self._way(knowledge) == "sent"
         changes = _Changes(received["item"], update) if direct else None
         for part in knowledge.components:
             if not part.shared or (part.storage == "per_item" and direct):
@@ -298,10 +349,10 @@ class ServerCommunity(_Community):
                 own[part.name] = whole[update.client] + update.values[part.name]
             else:
                 models[part.name] = whole + update.values[part.name]
-        vectors = self._vectors(knowledge, state, own, update.n_clients)
+        vectors = self._vectors(knowledge, state, own)
         if vectors is None:
             return state
-        adversary, model = _all_pairs(len(targets_of(knowledge)), update.n_clients)
+        adversary, model = all_pairs(len(targets_of(knowledge)), update.n_clients)
         score = self._scores(knowledge, models, vectors, update.client, adversary, model, changes)
         return self.keeping(state, adversary, update.client[model], score)
 
@@ -312,14 +363,14 @@ class ServerCommunity(_Community):
             for part in knowledge.components
             if part.shared and part.storage == "per_user"
         }
-        vectors = self._vectors(knowledge, state, own, update.n_clients)
+        vectors = self._vectors(knowledge, state, own)
         if vectors is None:
             return state
-        adversary, model = _all_pairs(len(targets_of(knowledge)), update.n_clients)
+        adversary, model = all_pairs(len(targets_of(knowledge)), update.n_clients)
         if self.scoring == "random":
             score = self._scores(knowledge, {}, vectors, update.client, adversary, model)
         else:
-            told = self._way(knowledge) in ("told", "fitted")
+            told = self._way(knowledge) != "sent"
             given = (received, update, vectors["user"])
             score = of_changes(knowledge, self.scoring, *given, told=told, seed=self.seed)[adversary, model]
         return self.keeping(state, adversary, update.client[model], score)
@@ -333,19 +384,15 @@ class ServerCommunity(_Community):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerCommunity(_Community):
+class PeerCommunity(ScoredCommunity):
     """At nodes of a gossip: adversary a is the a-th group of the public `groups`, bool[A, nodes], and has what any
     member of it received.
     """
-
-    colluders: float = 0.0  # the share of all nodes that side with each adversary; who places adversaries reads it
 
     vantage: ClassVar[type[Peers]] = Peers
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.colluders < 1:
-            raise ConfigError(f"colluders is {self.colluders}, expected a share of at least 0 and less than 1.")
         if self.scoring == "activity":
             raise ConfigError("scoring is 'activity', expected another one: whole models tell no numbers of rows.")
         if self.vector == "fitted":
@@ -367,7 +414,7 @@ class PeerCommunity(_Community):
                 own[part.name] = message.params[part.name][torch.arange(m), of_model]
             elif part.shared:
                 models[part.name] = message.params[part.name]
-        vectors = self._vectors(knowledge, state, own, m)
+        vectors = self._vectors(knowledge, state, own)
         if vectors is None:
             return state
         adversary, push = groups_of(knowledge)[:, message.receiver].nonzero(as_tuple=True)
@@ -378,7 +425,7 @@ class PeerCommunity(_Community):
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _all_pairs(adversaries: int, models: int) -> tuple[Tensor, Tensor]:
+def all_pairs(adversaries: int, models: int) -> tuple[Tensor, Tensor]:
     """Every adversary with every model, i64[A m] each; one model after the other, as each fits a cache."""
     return torch.arange(adversaries).repeat(models), torch.arange(models).repeat_interleave(adversaries)
 
@@ -390,7 +437,7 @@ class _Changes(NamedTuple):
     update: Update
 
 
-def _logits(knowledge: Knowledge, models: Params, vectors: Params, changes: _Changes | None = None) -> Tensor:
+def logits_of(knowledge: Knowledge, models: Params, vectors: Params, changes: _Changes | None = None) -> Tensor:
     """The scores of all items by m models, f32[m, I]."""
     m = len(next(iter(models.values())))
     if type(knowledge.model) is GMF:

@@ -11,7 +11,7 @@ from torch import Tensor
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichItems, WhoBelongs
 from recleak.attacks.community import TINY, UNSEEN, Keeping, PeerCommunity
-from recleak.attacks.community_targets import mean_items, targets_of
+from recleak.attacks.community_targets import apart_of, mean_items, targets_of
 from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.attacks.moved import directions, leading, nothing_common, popular_side, received, senders, table_of
 from recleak.errors import ConfigError
@@ -26,7 +26,8 @@ class CommunityThroughItems:
     """First which items are a client's own, from its uploads, then who is similar to the targets by these: expected
     Jaccard, the overlap and the union each by the probabilities of items. It needs nobody's vector.
 
-    reading "count" instead: the expected number of targets that are the client's, to find who has any.
+    reading "count" instead: the expected number of targets that are the client's, to find who has any. Items that do
+    not count for a sender (`excluded`, see `attacks.community`) are taken out of both sets.
     """
 
     membership: FromUploads = field(default_factory=lambda: GradientAlignment(shadow_rows=0))
@@ -55,7 +56,7 @@ class CommunityThroughItems:
         seen, place = torch.unique(client, return_inverse=True)
         rows = torch.zeros(len(seen), knowledge.n_items).index_put_((place, item), chance)
         targets = targets_of(knowledge)[question.adversary]
-        near = _near(targets, rows, self.reading)
+        near = _near(targets, rows, self.reading, apart_of(knowledge, seen))
         score = torch.full((len(targets), knowledge.n_users), UNSEEN)
         score[:, seen] = near
         return score[:, question.client]
@@ -97,19 +98,27 @@ class PeerCommunityThroughItems:
         models, direction = message.params[table_of(knowledge)], directions(knowledge, message)  # f32[m, I, d]
         along, targets = None if direction is None else direction[what], targets_of(knowledge)
         side, size = popular_side(knowledge), mean_items(knowledge)
-        score = _of_moved_rows(models, state["common"], who, what, along, side, targets, size)
-        return PeerCommunity(keep=self.keep).keeping(state, who, senders(message)[what], score)
+        sender = senders(message)
+        apart = apart_of(knowledge, sender)
+        score = _of_moved_rows(models, state["common"], who, what, along, side, targets, size, apart)
+        return PeerCommunity(keep=self.keep).keeping(state, who, sender[what], score)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _near(targets: Tensor, chance: Tensor, reading: Reading) -> Tensor:
-    """How near users are to targets by the probabilities that items are theirs, f32[A, I], f32[m, I] -> f32[A, m]."""
-    if reading == "count":
-        return targets @ chance.T
+def _near(targets: Tensor, chance: Tensor, reading: Reading, apart: Tensor | None) -> Tensor:
+    """How near users are to targets by the probabilities that items are theirs, f32[A, I], f32[m, I] -> f32[A, m].
+
+    Without the items that do not count for a user, f32[m, I].
+    """
+    size = targets.sum(1, keepdim=True)
+    if apart is not None:
+        chance, size = chance * (1 - apart), targets @ (1 - apart).T
     both = targets @ chance.T
-    return both / (targets.sum(1, keepdim=True) + chance.sum(1) - both).clamp(min=TINY)
+    if reading == "count":
+        return both
+    return both / (size + chance.sum(1) - both).clamp(min=TINY)
 
 
 def _of_moved_rows(
@@ -121,10 +130,12 @@ def _of_moved_rows(
     side: Tensor,
     targets: Tensor,
     size: int,
+    apart: Tensor | None = None,
 ) -> Tensor:
     """Jaccard of the rows that moved most with the targets, for pairs of an adversary and a model, f32[k].
 
-    f32[m, I, d], f32[A, I, d], i64[k] twice, f32[k, d], f32[I] and f32[A, I]; as in `moved_rows`.
+    f32[m, I, d], f32[A, I, d], i64[k] twice, f32[k, d], f32[I] and f32[A, I]; as in `moved_rows`. Items of f32[m, I]
+    that do not count for a model are in neither set.
     """
     along = leading(models, common, who, what) if direction is None else direction
     score = torch.empty(len(who))
@@ -132,6 +143,7 @@ def _of_moved_rows(
         *(each.contiguous().numpy() for each in (models, common, who, what, along, side)),
         direction is not None,
         targets.contiguous().numpy(),
+        (torch.empty(0, 0) if apart is None else apart).contiguous().numpy(),
         min(size, models.shape[1]),
         score.numpy(),
     )

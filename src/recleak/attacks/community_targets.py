@@ -28,12 +28,21 @@ def targets_of(knowledge: Knowledge) -> Tensor:
     return knowledge.public["targets"]
 
 
-def groups_of(knowledge: Knowledge) -> Tensor:
-    """The nodes of each adversary, bool[A, nodes]."""
-    if "groups" not in knowledge.public:
+def apart_of(knowledge: Knowledge, sender: Tensor) -> Tensor | None:
+    """The targets that do not count for the models of senders, i64[m] -> f32[m, I]; None if all do."""
+    excluded = knowledge.public.get("excluded")
+    if excluded is not None and excluded.shape != (knowledge.n_users, knowledge.n_items):
         raise ConfigError(
-            "The attack needs to know who is in it, got no groups: give public={'groups': bool[A, nodes]}."
+            f"Got excluded {list(excluded.shape)}, expected [{knowledge.n_users}, {knowledge.n_items}]: a row for each "
+            "sender, 1 for a target that does not count."
         )
+    return None if excluded is None else excluded[sender]
+
+
+def groups_of(knowledge: Knowledge) -> Tensor:
+    """Who is in each adversary or sides with it, bool[A, U]."""
+    if "groups" not in knowledge.public:
+        raise ConfigError("The attack needs to know who is in it, got no groups: give public={'groups': bool[A, U]}.")
     groups, targets = knowledge.public["groups"], knowledge.public.get("targets")
     if targets is not None and len(groups) != len(targets):
         raise ConfigError(f"Got {len(groups)} groups and targets for {len(targets)}, expected as many.")

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recleak import random
 from recleak.attacks.base import Knowledge, State
-from recleak.attacks.community_targets import padded, targets_of
+from recleak.attacks.community_targets import groups_of, padded, targets_of
 from recleak.attacks.transitions import fitted as fitted_to_transitions
 from recleak.errors import ConfigError
 from recleak.models.base import Batch, Params
@@ -34,8 +34,10 @@ def kept_parts(knowledge: Knowledge) -> list[Component]:
     return [part for part in knowledge.components if not part.shared and part.storage != "per_item"]
 
 
-def vectors_for(how: Vector, knowledge: Knowledge, state: State, own: Params, m: int) -> Params | None:
-    """What a model lacks, by component: of m models or of A adversaries; None if nothing was told yet."""
+def vectors_for(how: Vector, knowledge: Knowledge, state: State, own: Params) -> Params | None:
+    """What a model lacks, by component: what was sent with m models, or one for each of A adversaries; None if nothing
+    was told yet.
+    """
     kept = kept_parts(knowledge)
     if how == "sent":
         if kept:
@@ -49,11 +51,19 @@ def vectors_for(how: Vector, knowledge: Knowledge, state: State, own: Params, m:
     if len(found) < len(kept):
         return None
     if how == "mean":
-        return own | {name: value.nanmean(0).expand(m, *value.shape[1:]) for name, value in found.items()}
+        return {name: _means(value, groups_of(knowledge)) for name, value in found.items()}
     if how == "fitted":
         return found
     leader = knowledge.public.get("leaders", torch.arange(len(targets_of(knowledge))))
     return {name: value[leader].nan_to_num() for name, value in found.items()}
+
+
+def _means(told: Tensor, groups: Tensor) -> Tensor:
+    """The mean of what the members of each group told, f32[U, *shape] (NaN: nothing), bool[A, U] -> f32[A, *shape]."""
+    flat = told.flatten(1)
+    counts = (groups & ~flat.isnan().any(1)).float()
+    mean = counts @ flat.nan_to_num() / counts.sum(1, keepdim=True).clamp(min=1)
+    return mean.reshape(len(groups), *told.shape[1:])
 
 
 def fitted(knowledge: Knowledge, params: Params, seed: int, before: Params | None = None) -> Params:

@@ -168,20 +168,22 @@ def of_models(
 ) -> Tensor:
     """Of pairs of an adversary and a whole model, i64[k] twice -> f32[k].
 
-    `models` are tables f32[m, I, d]; `user` is a vector for each model, f32[m, d], or if `told` one for each adversary.
+    `models` are tables f32[m, I, d], or f32[1, I, d] if they differ in vectors only; `user` is a vector for each model,
+    f32[m, d], or if `told` one for each adversary.
     """
     targets, scoring = Targets.of(knowledge, seed), _scoring(knowledge, scoring)
     tables = tuple(models[name].contiguous().numpy() for name in (_PREFERENCE, _SEQUENCE))
     who, what, own = adversary.contiguous().numpy(), model.contiguous().numpy(), user.contiguous().numpy()
     distance = np.empty(len(who))
-    vector = who if told else what
+    vector, place = who if told else what, what if len(tables[0]) > 1 else np.zeros_like(what)
     fit_pairs(
-        *tables, own, targets.before, targets.item, targets.toward, targets.along, targets.offset, who, what, vector,
+        *tables, own, targets.before, targets.item, targets.toward, targets.along, targets.offset, who, place, vector,
         distance,
     )  # fmt: skip
     if scoring == "confidence":
         return torch.from_numpy(-distance).float()
-    each = (what, who) if told else (np.arange(len(own)),) * 2  # without a vector of one's own a model has one answer
+    every = np.arange(len(own))  # without a vector of one's own a model has one answer
+    each = (place, who) if told else (every if len(tables[0]) > 1 else np.zeros_like(every), every)
     moments = np.empty((len(each[0]), 4))
     ways_pairs(*tables, own, targets.origin, targets.end, targets.weight, targets.share, *each, moments)
     beside = moments if told else moments[what]
