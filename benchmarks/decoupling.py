@@ -110,7 +110,7 @@ def one_by_one(made: pard.Setting, clients: int) -> float:
                 both = torch.cat([torch.stack([each[kind] for each in told]), beside])
                 functional.cross_entropy(guards[f"{kind} {name}"](both), torch.cat([label, own[name]])).backward()  # type: ignore[no-untyped-call]
             guess = guards[f"ip {name}"](functional.one_hot(label, k).float())
-            (torch.stack([each["fp"] for each in told]) - guess).norm(dim=1).mean().backward()  # type: ignore[no-untyped-call]
+            (torch.stack([each["fp"] for each in told]) - guess).norm(dim=1).mean().backward()
             slow.step()
         fast = torch.optim.SGD(mine.parameters(), lr=0.5)
         order = torch.randperm(len(item))
