@@ -149,8 +149,7 @@ def test_users_whose_attribute_is_known_are_graded_by_the_others() -> None:
         known = made.known(ask)
         assert not (known & part).any()
         assert np.array_equal(known | part, public)
-    ask: dict[str, pard.Scalar] = {"attack": "interactions", "attribute": "gender", "among": "known"}
-    found = pard_attacks.graded(made, ask, None, {})
+    found = pard_attacks.graded(made, {"attack": "interactions", "attribute": "gender", "among": "known"}, None, {})
     assert sorted(found["user"]) == np.flatnonzero(public).tolist()
     assert {len(value) for value in found.values()} == {public.sum()}
 

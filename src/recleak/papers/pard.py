@@ -155,14 +155,15 @@ class Setting:
         public: NDArray[np.bool_] = self.attributes.public.numpy()
         wanted = ask.get("labels", "public")
         if "fold" in ask:
-            return public & (self._fold != int(ask["fold"]))
+            rest: NDArray[np.bool_] = public & (self._fold != int(ask["fold"]))
+            return rest
         if wanted == "public":
             return public
         if wanted == "others":
             lot = random.uniform(self.seed, "labelled users", np.arange(len(public)))
-            rest = np.flatnonzero(~public)
+            others = np.flatnonzero(~public)
             chosen = np.zeros(len(public), bool)
-            chosen[rest[lot[rest].argsort()[: int(public.sum())]]] = True
+            chosen[others[lot[others].argsort()[: int(public.sum())]]] = True
             return chosen
         known: NDArray[np.bool_] = insensitive(len(public), float(wanted), self.seed).numpy()
         if self.defense.disclosed and (public & ~known).any():
@@ -182,13 +183,13 @@ class Setting:
         is told; `among` "protected" or "consenting": of those who want the attribute protected, or do not; "known",
         with a `fold`: of the public users in it.
         """
-        active = self.train.activity > 0
-        which = ask.get("among", "all")
-        users: NDArray[np.bool_] = active & ~self.known(ask)
+        public, which = self.attributes.public.numpy(), ask.get("among", "all")
+        users: NDArray[np.bool_] = (self.train.activity > 0) & ~self.known(ask)
         if which == "known":
-            return users & self.attributes.public.numpy()
+            users &= public
+            return users
         if ask.get("labels") == "others":
-            users = users & ~self.attributes.public.numpy()
+            users &= ~public
         if which == "all":
             return users
         if which not in ("protected", "consenting"):
