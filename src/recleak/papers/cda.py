@@ -286,7 +286,8 @@ def measure(
             unknown = cda_sensitive.unknown(made, marks)
             yield unknown if key is None else cda_sensitive.measured(taps[key], marks, seconds)
         elif ask.get("attack") == "random":
-            yield Measured(_random(truth, made), seconds=0.0)
+            found = _random(truth, made)
+            yield Measured({name: value * float(ask.get("times", 1)) for name, value in found.items()}, seconds=0.0)
         elif ask.get("attack") == "sums" and made.keeps_vectors:
             yield _nothing(made, truth)
         else:
