@@ -1,4 +1,4 @@
-"""The runner of CDA on tiny data: DP-SGD and what it spends."""
+"""The runner of CDA on tiny data: DP-SGD and what it spends, and what is asked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from recleak.data import store
 from recleak.data.synthetic import Synthetic
@@ -15,6 +16,8 @@ from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
 from recleak.defenses.sharing import ShareLess
 from recleak.epsilon import gaussian_epsilon
 from recleak.errors import ConfigError, RecleakError
+from recleak.grading import communities
+from recleak.papers import cda, cda_sensitive
 from recleak.papers.base import load
 from recleak.papers.cda import CLIP, DELTA, measure, setting
 from recleak.papers.reproduce import Measured
@@ -117,3 +120,75 @@ def test_every_cell_of_the_paper_can_be_set_up() -> None:
     runs = [cell.run for cell in paper.cells.values()]
     assert {run["epsilon"] for run in runs if "epsilon" in run} == {1, 10, 100, 1000}
     assert not [run for run in runs if "epsilon" in run and "dp" in run]
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def test_halves_are_apart_and_the_truth_is_by_the_other(small: str) -> None:
+    made = setting(a_run(small), "as-written", 0)
+    first, other = cda._halves(made)
+    assert torch.equal(first + other, made.targets)
+    assert set((first.sum(1) - other.sum(1)).tolist()) <= {0.0, 1.0}
+    sought = cda._Sought.of(made, {"attack": "cda", "halves": True, "disjoint": True})
+    users = torch.arange(made.train.n_users)
+    assert torch.equal(sought.targets, first)
+    assert torch.equal(sought.truth, communities(other, made.train, made.size, users))
+    assert torch.equal(sought.public["excluded"], made.targets)
+    assert "excluded" not in cda._Sought.of(made, {"attack": "cda", "halves": True}).public
+
+
+def test_who_tells_its_vector_for_a_mean_is_not_looked_for(small: str) -> None:
+    made = setting(a_run(small, sharing="less"), "as-written", 0)
+    sought = cda._Sought.of(made, {"attack": "cda", "vector": "mean"})
+    assert sought.aside is not None
+    assert sought.aside.sum(1).min() >= 6
+    assert not bool((sought.truth & sought.aside).any())
+    (got,) = answers(a_run(small, sharing="less"), {"attack": "cda", "vector": "mean"})
+    assert 0 < got.metrics["max-aac"].mean() <= 1
+
+
+@pytest.mark.parametrize("protocol", ["fl", "rand"])
+@pytest.mark.parametrize("ask", [{"attack": "cda"}, {"attack": "chain"}, {"attack": "chain", "colluders": 0.1}])
+def test_whoever_listens_knows_which_targets_do_not_count(small: str, protocol: str, ask: dict[str, Any]) -> None:
+    made = setting(a_run(small, protocol=protocol), "as-written", 0)
+    known = cda._tap(made, {**ask, "disjoint": True}).knowledge.public
+    assert torch.equal(known["excluded"], made.targets)
+    assert "excluded" not in cda._tap(made, ask).knowledge.public
+
+
+@pytest.mark.parametrize("sharing", ["full", "less"])
+@pytest.mark.parametrize("variant", ["as-written", cda.CODE])
+def test_disjoint_targets_are_another_question(
+    small: str, sharing: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chain reads the overlap, of which nothing is left; whatever scores a model, something changes."""
+    monkeypatch.setattr(cda, "SIZE", 10)
+    monkeypatch.setattr(cda, "SCALE", {cda.CODE: (100, 10)})
+    asks: list[dict[str, Any]] = [{"attack": "cda"}, {"attack": "cda", "scoring": "standardized"}, {"attack": "chain"}]
+    both = [*asks, *({**ask, "disjoint": True} for ask in asks)]
+    measured = list(measure(a_run(small, sharing=sharing), both, variant=variant, seed=0, threads=1))
+    for one, other in zip(measured[:3], measured[3:], strict=True):
+        assert not np.array_equal(one.metrics["last-aac"], other.metrics["last-aac"])
+    assert measured[2].metrics["last-aac"].mean() > 0.8
+    assert measured[5].metrics["last-aac"].mean() < 0.4
+
+
+def test_sums_tell_something_with_rows_of_users_only(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cda, "SIZE", 10)
+    ask = {"attack": "sums", "scoring": "standardized", "reading": "movement"}
+    (full,) = answers(a_run(small, rounds=8), ask)
+    (less,) = answers(a_run(small, rounds=2, sharing="less"), ask)
+    assert full.metrics["max-aac"].mean() > 1.3 * 10 / 59
+    assert less.metrics["max-aac"].mean() == pytest.approx(10 / 59)
+    with pytest.raises(ConfigError, match="in a gossip"):
+        answers(a_run(small, protocol="rand"), ask)
+
+
+def test_a_model_of_what_comes_next_is_not_asked_about_kinds_of_items(small: str) -> None:
+    made = setting(a_run(small, model="prme"), "as-written", 0)
+    for ask in ({"attack": "cda"}, {"attack": "cda", "vector": "fitted"}):
+        with pytest.raises(ConfigError, match="expected attack = 'chain'"):
+            cda_sensitive.tap(made, ask, ())
+    with pytest.raises(ConfigError, match="expected GMF"):
+        answers(a_run(small, model="prme"), {"attack": "cda", "halves": True})

@@ -347,10 +347,11 @@ def test_cells_of_prme_are_measured(protocol: str, sharing: str, variant: str, m
         {"attack": "cda", "scoring": "standardized"},
         {"attack": "random"},
         {"measure": "utility"},
+        {"attack": "chain"},
     ]
     monkeypatch.setattr(cda, "evaluation_candidates", lambda split, _, seed: _few(split, seed))
-    cda_, standardized, guess, utility = cda.measure(run, asks, variant=variant, seed=0, threads=1)
-    for got in (cda_, standardized):
+    cda_, standardized, guess, utility, chain = cda.measure(run, asks, variant=variant, seed=0, threads=1)
+    for got in (cda_, standardized, chain):
         assert got.metrics["max-aac"].shape == (USERS,)
         assert [x for x, _ in got.series["aac"]] == [1, 2]
     assert (cda_.metrics["bound"].mean() == 1) == (protocol == "fl")

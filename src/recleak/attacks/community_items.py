@@ -65,7 +65,8 @@ class CommunityThroughItems:
 @dataclass(frozen=True, kw_only=True)
 class PeerCommunityThroughItems:
     """The chain at nodes of a gossip: which item rows did the sender's own training move, and how similar are these
-    items to the targets (Jaccard)? It needs nobody's vector. For matrix factorization (one item table of vectors).
+    items to the targets (Jaccard)? It needs nobody's vector. For matrix factorization (one item table of vectors) and
+    for PRME-G.
 
     `attacks.moved` says which rows moved. As many as a client has items on average (`popularity` must be public) are
     taken for its own. It holds two item tables for each adversary.

@@ -4,7 +4,7 @@ What a network has in common is taken away: the mean of the models that a group 
 tick counting twice as much as the one before. What is left of a sender's own items points in one direction (in GMF
 along h * u, of its negatives against it): that one where the sender's vector is sent, else the leading direction of
 what is left, with the sign that has popular items on the side of the own ones. For models with one item table of
-vectors.
+vectors, and for PRME-G, whose table of preferences is read.
 
 Axis letters: A groups, I items, d factors, m models, k pairs of a group and a model.
 """
@@ -21,8 +21,10 @@ from recleak.attacks.membership import popularity_odds
 from recleak.errors import ConfigError
 from recleak.kernels_moved import add_models, project_apart, spread_apart
 from recleak.models.mf import GMF
+from recleak.models.prme import PRMEG
 from recleak.wire import Push
 
+PREFERENCE = "item.preference"  # of PRME-G
 _SUM = "sum/"  # before the number of a group that received something in this tick: the sum of these models, f32[I, d]
 
 
@@ -98,12 +100,18 @@ def leading(models: Tensor, common: Tensor, who: Tensor, what: Tensor) -> Tensor
 
 
 def directions(knowledge: Knowledge, message: Push) -> Tensor | None:
-    """Along which the own items of each sender move in GMF, h * u, f32[m, d]; None where vectors are not sent."""
-    params = message.params
-    if type(knowledge.model) is not GMF or "user" not in params or WEIGHT not in params:
+    """Along which the own items of each sender move, f32[m, d]; None where vectors are not sent.
+
+    In GMF that is h * u; in PRME-G items come nearer to u.
+    """
+    params, by_product = message.params, type(knowledge.model) is GMF
+    if "user" not in params or (by_product and WEIGHT not in params):
+        return None
+    if not by_product and not isinstance(knowledge.model, PRMEG):
         return None
     sender = senders(message)
-    return params["user"][torch.arange(len(sender)), sender] * params[WEIGHT].squeeze(-1)
+    own = params["user"][torch.arange(len(sender)), sender]
+    return own * params[WEIGHT].squeeze(-1) if by_product else own
 
 
 def senders(message: Push) -> Tensor:
@@ -113,7 +121,11 @@ def senders(message: Push) -> Tensor:
 
 
 def table_of(knowledge: Knowledge) -> str:
-    """The one item table, of vectors."""
+    """The one item table, of vectors; of PRME-G, that of preferences: rows of its other table come near to each other,
+    not to one vector.
+    """
+    if isinstance(knowledge.model, PRMEG):
+        return PREFERENCE
     tables = [part for part in knowledge.components if part.storage == "per_item" and part.shared]
     if len(tables) != 1 or len(tables[0].shape) != 1:
         names = ", ".join(part.name for part in tables) or "none"

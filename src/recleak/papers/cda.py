@@ -26,6 +26,7 @@ PRME-G has no published code, so that both variants score it by its mean confide
     the split             80/10/10 of each user's check-ins by time, whatever the seed; the truth is still the Jaccard
                           similarity of the items in train
     targets               the adversary's own training transitions (`attacks.transitions`)
+    the chain             at nodes from the items' preferences; at the server from what uploads say of them
     averaging             by the number of transitions; personal peers by what came next in the validation part
     nodes of a gossip     in half precision: in single precision two copies of all nodes' models take 10.4 GB on
                           Foursquare and 12.9 GB on Gowalla. They train in single precision
@@ -49,6 +50,7 @@ from recleak.accounting import averaging, ledger
 from recleak.attacks.base import Knowledge, WhoBelongs
 from recleak.attacks.community import PeerCommunity, ServerCommunity
 from recleak.attacks.community_items import CommunityThroughItems, PeerCommunityThroughItems
+from recleak.attacks.community_sums import AggregatorCommunity
 from recleak.attacks.community_targets import colluding
 from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
@@ -74,7 +76,7 @@ from recleak.training.cohort import LocalTraining
 from recleak.training.executor import InProcess
 from recleak.training.optimizers import SGD, Adam
 from recleak.watching import Watching
-from recleak.wire import Peers, Server
+from recleak.wire import Aggregator, Peers, Server
 
 VERSION = 1
 ROUNDS = 200
@@ -82,6 +84,7 @@ CODE = "as-published-code"
 SCALE = {CODE: (100, 5)}  # users, size of a community
 SIZE = 50
 SOME, SOME_COLLUDING = 100, 20  # adversaries of the chain at nodes
+COLLUDING = 0.1  # of all users side with each adversary that takes the mean of their vectors, unless asked otherwise
 DELTA, CLIP = 1e-6, 2.0  # of Figures 6 and 7
 Scalar = str | int | float | bool
 
@@ -263,11 +266,15 @@ def measure(
     made = setting(run, variant, seed)
     everybody = torch.arange(made.train.n_users)
     truth = communities(made.targets, made.train, made.size, everybody)
+    if any(ask.get("halves") for ask in asks) and made.model.needs_transitions:
+        raise ConfigError("Got halves for PRME-G, expected GMF: its targets are transitions, not items.")
     taps: dict[str, Watching[Any, WhoBelongs]] = {}
     marks = cda_sensitive.marks_of(str(run["data"])) if any("targets" in ask for ask in asks) else ()
     for ask in asks:
         if (key := _key(ask)) is not None and key not in taps:
-            taps[key] = cda_sensitive.tap(made, ask, marks) if "targets" in ask else _tap(made, ask, truth)
+            if ask["attack"] == "sums" and made.keeps_vectors:
+                continue  # no row of a sum is a single user's
+            taps[key] = cda_sensitive.tap(made, ask, marks) if "targets" in ask else _tap(made, ask)
     start = perf_counter()
     trained = _train(made, list(taps.values()), threads)
     seconds = perf_counter() - start
@@ -279,7 +286,10 @@ def measure(
             unknown = cda_sensitive.unknown(made, marks)
             yield unknown if key is None else cda_sensitive.measured(taps[key], marks, seconds)
         elif ask.get("attack") == "random":
-            yield Measured(_random(truth, made), seconds=0.0)
+            found = _random(truth, made)
+            yield Measured({name: value * float(ask.get("times", 1)) for name, value in found.items()}, seconds=0.0)
+        elif ask.get("attack") == "sums" and made.keeps_vectors:
+            yield _nothing(made, truth)
         else:
             key = _key(ask)
             yield _measured(taps[str(key)], seconds)
@@ -316,37 +326,73 @@ def _train(made: Setting, taps: list[Watching[Any, WhoBelongs]], threads: int) -
 
 def _key(ask: Mapping[str, Scalar]) -> str | None:
     """What has to listen for an ask; asks with the same key share it."""
-    if ask.get("attack") not in ("cda", "chain"):
+    if ask.get("attack") not in ("cda", "chain", "sums"):
         return None
     return " ".join(f"{name}={ask[name]}" for name in sorted(ask))
 
 
-def _tap(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[Any, WhoBelongs]:
-    everybody = torch.arange(made.train.n_users)
-    question = WhoBelongs(everybody, everybody)
+@dataclass(frozen=True, eq=False)
+class _Sought:
+    """What adversaries rank by, and whom they should find; without who sides with them, if they take their vectors."""
+
+    targets: Tensor  # f32[U, I]
+    truth: Tensor  # bool[U, U]
+    public: dict[str, Tensor]
+    aside: Tensor | None = None  # bool[U, U]
+
+    @classmethod
+    def of(cls, made: Setting, ask: Mapping[str, Scalar]) -> _Sought:
+        """With `halves`, one random half of each adversary's items are its targets, and the truth is by the other."""
+        everybody = torch.arange(made.train.n_users)
+        targets, other = _halves(made) if ask.get("halves") else (made.targets, made.targets)
+        public = {"targets": targets} | ({"excluded": made.targets} if ask.get("disjoint") else {})
+        aside = None
+        if ask.get("vector") == "mean" and not isinstance(made.protocol, Gossip):
+            aside = made.groups(float(ask.get("colluders", COLLUDING)))
+            public["groups"] = aside
+        return cls(targets, communities(other, made.train, made.size, everybody, aside), public, aside)
+
+
+def _halves(made: Setting) -> tuple[Tensor, Tensor]:
+    """Each user's items in two random halves, f32[U, I] twice; of an odd number the first has one more."""
+    users, items = made.targets.shape
+    lot = random.uniform(made.seed, "halves", np.arange(users)[:, None], np.arange(items))
+    place = torch.from_numpy(np.where(made.targets.numpy() > 0, lot, 2.0)).argsort(1).argsort(1)  # own items first
+    first = (place < ((made.targets.sum(1, keepdim=True) + 1) // 2)).float() * made.targets
+    return first, made.targets - first
+
+
+def _tap(made: Setting, ask: Mapping[str, Scalar]) -> Watching[Any, WhoBelongs]:
+    everybody, sought = torch.arange(made.train.n_users), _Sought.of(made, ask)
+    question, public = WhoBelongs(everybody, everybody), sought.public
 
     def grade(answer: Tensor) -> dict[str, Tensor]:
-        return grade_communities(answer, truth, made.size, everybody)
+        return grade_communities(answer, sought.truth, made.size, everybody, sought.aside)
 
     if ask["attack"] == "chain" and isinstance(made.protocol, Gossip):
-        return _chain_of_peers(made, ask, truth)
+        return _chain_of_peers(made, ask, sought)
     if ask["attack"] == "chain":
         rounds = {*range(10), *range(9, made.protocol.rounds, 10)}  # it is the same after everybody's first upload
-        return Watching(Server(), CommunityThroughItems(), made.knowledge(), question, grade, rounds)
-    public = {"excluded": made.targets} if ask.get("disjoint") else {}
+        return Watching(Server(), CommunityThroughItems(), made.knowledge(**public), question, grade, rounds)
+    keep: Any = ask.get("keep", "latest")
+    if ask["attack"] == "sums":
+        if isinstance(made.protocol, Gossip):
+            raise ConfigError("Got attack = 'sums' in a gossip, expected a federation: nobody adds up models there.")
+        how: dict[str, Any] = {name: ask[name] for name in ("scoring", "reading") if name in ask}
+        of_sums = AggregatorCommunity(**how, keep=keep, seed=made.seed)
+        return Watching(Aggregator(), of_sums, made.knowledge(**public), question, grade)
     as_coded = made.variant == CODE and not made.model.needs_transitions
     scoring: Any = ask.get("scoring", "ndcg" if as_coded else "confidence")
     vector: Any = ask.get("vector", "told" if made.keeps_vectors else "sent")
-    keep: Any = ask.get("keep", "latest")
     if not isinstance(made.protocol, Gossip):
         attack = ServerCommunity(scoring=scoring, vector=vector, keep=keep, seed=made.seed)
         return Watching(Server(), attack, made.knowledge(**public), question, grade)
     groups = made.groups(float(ask.get("colluders", 0.0)))
     peer = PeerCommunity(scoring=scoring, vector=vector, keep=keep, seed=made.seed)
-    return Watching(Peers(groups), peer, made.knowledge(groups=groups, **public), question, grade)
+    return Watching(Peers(groups), peer, made.knowledge(**public, groups=groups), question, grade)
 
 
-def _chain_of_peers(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> Watching[Any, WhoBelongs]:
+def _chain_of_peers(made: Setting, ask: Mapping[str, Scalar], sought: _Sought) -> Watching[Any, WhoBelongs]:
     """For some adversaries, as each holds tables and, with colluders, has hundreds of models in a tick."""
     share, users = float(ask.get("colluders", 0.0)), made.train.n_users
     lot = random.bits(made.seed, "some adversaries", np.arange(users)).argsort()
@@ -354,11 +400,18 @@ def _chain_of_peers(made: Setting, ask: Mapping[str, Scalar], truth: Tensor) -> 
     groups = made.groups(share)[who]
 
     def grade(answer: Tensor) -> dict[str, Tensor]:
-        return grade_communities(answer, truth[who], made.size, who)
+        return grade_communities(answer, sought.truth[who], made.size, who)
 
-    known = made.knowledge(groups=groups, targets=made.targets[who])
+    known = made.knowledge(**{**sought.public, "groups": groups, "targets": sought.targets[who]})
     question = WhoBelongs(torch.arange(len(who)), torch.arange(users))
     return Watching(Peers(groups), PeerCommunityThroughItems(), known, question, grade)
+
+
+def _nothing(made: Setting, truth: Tensor) -> Measured:
+    """What an answer that is the same for everybody gets: of sums in which no row is a single user's."""
+    users = made.train.n_users
+    accuracy = grade_communities(torch.zeros(users, users), truth, made.size, torch.arange(users))["accuracy"]
+    return Measured({"max-aac": accuracy.double().numpy()})
 
 
 def _measured(tap: Watching[Any, WhoBelongs], seconds: float) -> Measured:

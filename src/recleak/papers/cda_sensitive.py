@@ -2,7 +2,8 @@
 
 The targets of an adversary are the items of a category or with some titles; the truth is who has them in the training
 data. All marks of a data set are asked at once. A server has one ranking for each; at nodes of a gossip, and where an
-adversary uses the vector of a user who sides with it, random users play it, each for itself, and the mean is told.
+adversary uses the vector of a user who sides with it, random users play it, each for itself, and the mean is told. A
+model of what comes next is read by the chain only: such items are no transitions.
 
 Metrics, each with the name of a mark behind it: `auc`, `precision` (among as many claims as there are holders),
 `tpr` (at 5 % false positives), all in the best graded round, seen with the truth; `last-auc`.
@@ -66,8 +67,15 @@ def marks_of(data: str) -> tuple[Mark, ...]:
 def tap(made: Setting, ask: Mapping[str, Scalar], marks: tuple[Mark, ...]) -> Watching[Any, WhoBelongs]:
     """Who listens for all marks at once, graded in some of the rounds."""
     gossip = isinstance(made.protocol, Gossip)
+    if ask["attack"] == "sums":
+        raise ConfigError("Got targets = 'sensitive' with attack = 'sums', expected cda, chain or random.")
+    if made.model.needs_transitions and ask["attack"] != "chain" and ask.get("scoring") not in ("activity", "random"):
+        raise ConfigError(
+            f"Got targets = 'sensitive' for CDA on {type(made.model).__name__}, expected attack = 'chain' or scoring = "
+            "'activity': it is scored by transitions, and items of a kind have none."
+        )
     vector: Any = ask.get("vector", "told" if made.keeps_vectors else "sent")
-    alone = not gossip and (ask["attack"] == "chain" or vector != "told")
+    alone = not gossip and (ask["attack"] == "chain" or vector not in ("told", "mean"))
     users = made.train.n_users
     who = torch.zeros(1, dtype=torch.int64) if alone else lookouts(users, made.seed)
     inside = [torch.from_numpy(mark.items(made.train)).float() for mark in marks]
@@ -90,10 +98,10 @@ def tap(made: Setting, ask: Mapping[str, Scalar], marks: tuple[Mark, ...]) -> Wa
         chain = CommunityThroughItems(reading="count")
         return Watching(Server(), chain, made.knowledge(**public), question, grade, rounds)
     how: dict[str, Any] = {"scoring": ask.get("scoring", "confidence"), "vector": vector, "seed": made.seed}
-    if not gossip:
-        return Watching(Server(), ServerCommunity(**how), made.knowledge(**public), question, grade, rounds)
     groups = colluding(users, float(ask.get("colluders", 0.0)), made.seed)[public["leaders"]]
     known = made.knowledge(groups=groups, **public)
+    if not gossip:
+        return Watching(Server(), ServerCommunity(**how), known, question, grade, rounds)
     return Watching(Peers(groups), PeerCommunity(**how), known, question, grade, rounds)
 
 
