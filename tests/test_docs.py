@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from recleak import __version__, cli
+from recleak.experiment import experiment, read
+from recleak.objects import NAMES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -39,6 +41,40 @@ def test_commands_in_the_documentation_parse(page: Path, command: str) -> None:
     _, *words = shlex.split(command)
     words = words[: words.index(">")] if ">" in words else words
     cli.app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def planned(name: str) -> set[str]:
+    """The defenses of an experiment among the examples."""
+    made = experiment(read(ROOT / "examples" / f"{name}.toml"))
+    return {system.defense.label for system in made.systems}
+
+
+def printed(name: str) -> set[str]:
+    """The first column of its tables in docs/matrix.md."""
+    block = (ROOT / "docs" / "matrix.md").read_text().split(f"<!-- begin {name} -->")[1].split("<!-- end")[0]
+    rows = [line.split("|")[1].strip() for line in block.splitlines() if line.startswith("| ")]
+    return {row for row in rows if row not in ("defense", "---")}
+
+
+@pytest.mark.parametrize(
+    "name", ["matrix", "matrix-noise", "matrix-dp", "matrix-lists", "matrix-gerai", "matrix-gossip", "matrix-pfedrec"]
+)
+def test_the_matrix_is_what_its_file_plans(name: str) -> None:
+    assert printed(name) == planned(name)
+
+
+def test_rows_that_the_matrix_lacks_are_said_to_be_not_measured() -> None:
+    page = (ROOT / "docs" / "matrix.md").read_text()
+    said = page.split("<!-- end matrix-attributes -->")[1].split("\n\n")[1]
+    assert printed("matrix-attributes") <= planned("matrix-attributes")
+    for label in planned("matrix-attributes") - printed("matrix-attributes"):
+        assert label.split(" (")[0].split("-")[0] in said
+
+
+def test_every_defense_stands_somewhere_in_the_matrix() -> None:
+    section = (ROOT / "docs" / "matrix.md").read_text().split("## Which defense stands where")[1]
+    rows = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`([a-z-]+)`", rows)) == set(NAMES["defense"]) - {"none", "chain"}
 
 
 def test_the_tree_in_the_architecture_is_the_package() -> None:
