@@ -25,7 +25,7 @@ from recleak.update import NodeParams, Update
 Precision = Literal["float32", "float16"]
 DTYPE = {"float32": torch.float32, "float16": torch.float16}
 LARGEST = 65504.0  # of all numbers in half precision, in which nodes may hold models
-TIMES = 1000.0  # models of nodes that train alike are of one scale: those of 200 ticks here are within a factor of 50
+TIMES = 100.0  # nodes that train alike have models of one scale, whatever their defense
 TABLE = 1 << 26  # bytes of gathered parameters at a time
 PIECE = 1 << 23  # bytes of what is copied and soon forgotten: less than this much memory is used again at once
 
