@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
+import torch
 
-from recleak.conditions import Condition
+from recleak.conditions import METRICS, Condition
 from recleak.data import store
 from recleak.data.synthetic import Synthetic
 from recleak.experiment import experiment
 from recleak.findings import Findings
+from recleak.grading import grade_communities
+from recleak.report.matrix import markdown
 from recleak.runs import audit_run
+from recleak.storing import REVERSED, graded_both_ways
 from recleak.watching import spread
 
 ADAM = {"use": "adam", "learning_rate": 0.02, "keep": True}
@@ -43,6 +48,24 @@ def table(data: str, **changes: Any) -> dict[str, Any]:
     return {**made, **changes}
 
 
+OPPOSITE = '''
+"""An attack whose scores say the opposite."""
+
+from dataclasses import dataclass
+
+import torch
+
+from recleak.attacks.community import ServerCommunity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opposite(ServerCommunity):
+    def answer(self, knowledge, state, question):
+        found = super().answer(knowledge, state, question)
+        return torch.where(torch.isfinite(found), -found, found)
+'''
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("data") / "small"
@@ -68,7 +91,7 @@ def test_communities_are_found_beside_the_null(whole: tuple[Findings, Path]) -> 
     assert leak["value"] > leak["null_high"]
     assert "tells who is in a user's community from who is not with AUC" in leak["words"]
     rows = findings.scores.filter((pl.col("protocol") == "federated") & (pl.col("defense") == "share"))
-    assert set(rows.filter(pl.col("value").is_not_null())["metric"]) == {"auc", "accuracy"}
+    assert set(rows.filter(pl.col("value").is_not_null())["metric"]) == {"auc", *METRICS["community"][2:]}
     null = rows.filter((pl.col("role") == "null") & (pl.col("metric") == "accuracy")).to_dicts()[0]
     assert null["low"] < 10 / 79 < null["high"], "a draw finds 10 of 79"
 
@@ -109,6 +132,65 @@ def test_accuracy_over_rounds_and_exposure_of_victims(whole: tuple[Findings, Pat
     page = findings.report(tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Leakage by round: community" in page
     assert "accuracy by round" in page
+    assert "Who is found in communities</h4>" in page
+    assert "How many users are how exposed: community" in page
+    assert "The 10 most exposed users under “share” (community)" in page
+    assert "How much of a community is found (community)" in page
+
+
+@pytest.mark.heavy
+def test_rounds_bounds_and_adversaries(whole: tuple[Findings, Path]) -> None:
+    findings, _ = whole
+    rows = findings.scores.filter((pl.col("attack") == "CDA") & (pl.col("defense") == "share")).to_dicts()
+    value = {row["metric"]: row["value"] for row in rows if row["protocol"] == "federated"}
+    curve = findings.parts.filter((pl.col("kind") == "accuracy") & (pl.col("attack") == "CDA"))
+    curve = curve.filter((pl.col("protocol") == "federated") & (pl.col("defense") == "share"))
+    assert value["bound"] == 1, "everybody takes part in every round"
+    assert value["accuracy"] == pytest.approx(curve["value"][-1], abs=1e-6)
+    assert value["accuracy@best"] >= max(value["accuracy@chosen"], curve["value"].max() - 1e-6)
+    assert value["accuracy@10%"] <= value["accuracy@50%"] <= value["accuracy@90%"]
+    rows = findings.scores.filter((pl.col("attack") == "CDA at nodes") & (pl.col("metric") == "bound")).to_dicts()
+    seen = {row["defense"]: row["value"] for row in rows if row["protocol"] == "gossip"}
+    assert 0 < seen["share"] < 1, "a node hears of some"
+
+
+@pytest.mark.heavy
+def test_attacks_that_answer_alike_say_so(whole: tuple[Findings, Path]) -> None:
+    findings, _ = whole
+    rows = findings.scores.filter((pl.col("metric") == "auc") & (pl.col("attack") == "CDA, fitted")).to_dicts()
+    remark = {(row["protocol"], row["defense"]): row["reason"] for row in rows}
+    assert remark["federated", "share"] == "The same as 'CDA': it answers alike here, about every user."
+    assert remark["federated", "share-less"] is None, "there it fits a vector"
+    assert ") The same as 'CDA': it answers alike here" in markdown(findings)
+
+
+def test_a_reversed_attack_has_a_reversed_curve() -> None:
+    """Whoever says of each pair the opposite of the truth finds everybody, once read the other way round."""
+    truth = torch.zeros(6, 6, dtype=torch.bool)
+    truth[torch.arange(6), (torch.arange(6) + 1) % 6] = True
+    grade = partial(grade_communities, truth=truth, size=1, leader=torch.arange(6))
+    found = graded_both_ways(-truth.float(), grade)
+    assert found["accuracy" + REVERSED].tolist() == [1.0] * 6
+    assert found["accuracy"].max() < 1
+    unheard = graded_both_ways(torch.full((6, 6), float("-inf")), grade)
+    assert unheard["accuracy" + REVERSED].tolist() == [0.0] * 6, "who was not heard of is not claimed"
+
+
+@pytest.mark.heavy
+def test_curve_and_finding_agree_in_the_other_direction(data: str, tmp_path: Path) -> None:
+    module = tmp_path / "reversing.py"
+    module.write_text(OPPOSITE, encoding="utf-8")
+    protocol = table(data)["protocol"][0]
+    attacks = ["community", {"use": f"{module.stem}:Opposite", "name": "opposite"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        changes = {"seeds": 1, "protocol": protocol, "defenses": "share", "attacks": attacks}
+        findings = audit_run(experiment(table(data, **changes)), tmp_path / "run", command="test")
+    curve = findings.parts.filter(pl.col("kind") == "accuracy")
+    plain, turned = (curve.filter(pl.col("attack") == name)["value"].to_list() for name in ("community", "opposite"))
+    assert turned == pytest.approx(plain, abs=1e-6)
+    last = findings.scores.filter((pl.col("attack") == "opposite") & (pl.col("metric") == "accuracy"))["value"][0]
+    assert turned[-1] == pytest.approx(last, abs=1e-6)
 
 
 @pytest.mark.heavy

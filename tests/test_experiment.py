@@ -107,3 +107,17 @@ def test_the_schema_knows_names_settings_and_paths() -> None:
     assert None in tables, "an object by its import path"
     local = made["$defs"]["protocol"]["anyOf"][2]["properties"]["local"]["anyOf"][0]
     assert "epochs" in local["properties"]
+
+
+def test_combinations_are_left_out_by_labels() -> None:
+    table = {"model": ["ncf", "gmf"], "defenses": ["none", "share-less"]}
+    made = experiment({**table, "skip": [{"model": "gmf", "defense": "none"}]})
+    labels = [(each.model.label, each.defense.label) for each in made.systems]
+    assert labels == [("ncf", "none"), ("ncf", "share-less"), ("gmf", "share-less")]
+    for skip, message in (
+        ({"model": "gfm"}, "Did you mean 'gmf'"),
+        ({"modle": "gmf"}, "Did you mean 'model'"),
+        ({}, "leaves out everything"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            experiment({**table, "skip": [skip]})

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from scipy import stats
 from sklearn.metrics import f1_score, roc_auc_score
 
-from recleak.metrics.linearized import auc_values, macro_f1_values
+from recleak.metrics.intervals import both_ways
+from recleak.metrics.linearized import auc_both_ways, auc_values, macro_f1_values
 
 
 def drawn(seed: int, n: int, classes: int, ties: bool = False) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -60,3 +61,34 @@ def test_one_class_has_no_auc() -> None:
     with pytest.raises(ValueError, match="one class only"):
         auc_values(np.full((3, 2), 0.5), np.zeros(3, np.int64))
     assert macro_f1_values(np.array([0, 0, 1]), np.zeros(3, np.int64), 2).mean() == pytest.approx(0.8)
+
+
+def test_adversaries_and_victims_have_the_mean_of_adversaries() -> None:
+    rng = np.random.default_rng(4)
+    truth = rng.random((12, 12)) < 0.3
+    truth[3] = False  # who has no community has no AUC
+    score = np.round(rng.normal(size=(12, 12)) + truth, 1)  # with ties
+    auc, column = auc_both_ways(score, truth)
+    others = ~np.eye(12, dtype=bool)
+    expected = [roc_auc_score(truth[a, others[a]], score[a, others[a]]) for a in range(12) if a != 3]
+    assert np.delete(auc, 3) == pytest.approx(expected)
+    assert np.isnan(auc[3])
+    assert column.mean() == pytest.approx(0)
+    assert both_ways(auc, column).mean() == pytest.approx(np.mean(expected))
+
+
+def test_a_victim_counts_by_how_much_it_moves_the_mean() -> None:
+    """Twice the weight of a victim moves the mean AUC by its value over the number of users, to first order."""
+    rng = np.random.default_rng(5)
+    n, truth = 200, rng.random((200, 200)) < 0.2
+    score = rng.normal(size=(n, n)) + rng.normal(size=n)
+    _, column = auc_both_ways(score, truth)
+    for victim in (0, 1, 2):
+        weight = np.ones(n)
+        weight[victim] = 2
+        moved = []
+        for a in range(n):
+            at = np.flatnonzero(np.arange(n) != a)
+            plain = roc_auc_score(truth[a, at], score[a, at])
+            moved.append(roc_auc_score(truth[a, at], score[a, at], sample_weight=weight[at]) - plain)
+        assert np.mean(moved) * n == pytest.approx(column[victim], abs=0.03 + 0.05 * abs(column[victim]))

@@ -25,7 +25,7 @@ from recleak.metrics.comparison import (
     strongest,
 )
 from recleak.metrics.inference import PerUser
-from recleak.metrics.intervals import Estimate, bootstrap_crossed
+from recleak.metrics.intervals import Estimate, bootstrap_crossed, both_ways
 
 VANTAGES = {
     "Server": "The server that receives uploads",
@@ -35,8 +35,11 @@ VANTAGES = {
     "Holder": "Somebody who holds users' vectors",
 }
 BySeed = dict[int, PerUser]
+_COMMUNITY_FACTS = ("rounds", "curve", "curve_as_victim", "separation")
 _FACTS = ("vantage", "knowledge", "direction", "roc")  # of an attack that was graded
 _ITEM_FACTS = ("thresholds", "slopes")
+AS_VICTIM = "_as_victim"  # after a metric of adversaries: what each user adds to their mean as a victim
+COMMUNITY_METRICS = ("auc", "accuracy", "bound")
 _AGAIN = "Delete the folder of the cell; it will be measured again."
 _COLUMNS: dict[str, pl.DataType] = {
     **{"user": pl.Int64(), "valid": pl.Boolean(), "auc": pl.Float64(), "exposed": pl.Float64()},
@@ -84,10 +87,19 @@ class Attacked:
             found.append(per_user(part, metric))
         return found
 
+    def graded(self, metric: str) -> list[PerUser]:
+        """A metric for each seed, of the users on whom the attacker was not chosen, for intervals.
+
+        Of communities a value counts a user as an adversary and as a victim; only their mean is that of adversaries.
+        """
+        if not self.ask.community:
+            return self.values(metric, valid=False)
+        return [both_ways_of(frame, metric, metric + AS_VICTIM) for frame in self.users]
+
     @property
     def auc(self) -> BySeed:
         """By test user."""
-        return dict(zip(self.seeds, self.values("auc", valid=False), strict=True))
+        return dict(zip(self.seeds, self.graded("auc"), strict=True))
 
     def counts(self, hits: str, trials: str) -> list[Counts]:
         """Hits of trials by test user, for each seed."""
@@ -162,14 +174,15 @@ class Audited:
                 if not file.exists():
                     continue
                 items = ask.question == MEMBERSHIP
+                needed = _ITEM_FACTS if items else _COMMUNITY_FACTS if ask.community else ()
                 facts = stored(file, "reason")
                 if facts["reason"] is not None:
                     made.reasons.append(str(facts["reason"]))
                     continue
                 made.seeds.append(cell.seed)
-                made.facts.append(_with(facts, file, *_FACTS, *(_ITEM_FACTS if items else ())))
+                made.facts.append(_with(facts, file, *_FACTS, *needed))
                 n_users = loaded(self.system.data).n_users
-                made.users.append(_graded(file.with_suffix(".parquet"), n_users, items=items))
+                made.users.append(_graded(file.with_suffix(".parquet"), n_users, ask))
             found.append(made)
         return found
 
@@ -217,10 +230,12 @@ def _with(facts: Any, file: Path, *names: str) -> dict[str, Any]:
     return facts
 
 
-def _graded(file: Path, n_users: int, *, items: bool) -> pl.DataFrame:
+def _graded(file: Path, n_users: int, ask: Ask) -> pl.DataFrame:
     """The grades of users who are there: of own items, or of another question."""
     frame = read_table(file)
-    expected = _COLUMNS | (_ITEM_COLUMNS if items else {"accuracy": pl.Float64()})
+    expected = _COLUMNS | (_ITEM_COLUMNS if ask.question == MEMBERSHIP else {"accuracy": pl.Float64()})
+    if ask.community:
+        expected |= {f"{name}{suffix}": pl.Float64() for name in COMMUNITY_METRICS for suffix in ("", AS_VICTIM)}
     kinds = {name: frame.schema.get(name) for name in expected}
     if kinds != expected or not bool(frame["user"].is_between(0, n_users, closed="left").all()):
         problem = f"got the columns {dict(frame.schema)!s:.200}, expected {expected!s:.400} of {n_users:,} users"
@@ -245,6 +260,15 @@ def ranked(file: Path, *metrics: str, by: str | None = None) -> pl.DataFrame:
 def has_utility(cell: Cell) -> bool:
     """Whether its system was trained."""
     return (cell.path / "utility.parquet").exists()
+
+
+def both_ways_of(frame: pl.DataFrame, row: str, column: str) -> PerUser:
+    """A value for each user, of two columns: as an adversary, if the attacker was not chosen on it, and as a victim."""
+    victims = frame.filter(pl.col(column).is_not_null())
+    own = victims.select(pl.when(~pl.col("valid")).then(pl.col(row)).fill_null(float("nan")).alias("own"))["own"]
+    if bool(own.is_nan().all()):
+        return PerUser(np.zeros(0, np.int64), np.zeros(0), 0)
+    return PerUser(victims["user"].to_numpy(), both_ways(own.to_numpy(), victims[column].to_numpy()), 0)
 
 
 def per_user(table: pl.DataFrame, metric: str) -> PerUser:

@@ -37,6 +37,7 @@ from recleak.utility import BASELINES, union
 from recleak.wire import Aggregator, Audience, Holder, Peers, Server, Vantage
 
 VERSION = 2  # of what a cell's files mean: those of another number do not count
+_GRADED = 2  # what is stored of communities and marks: of another number it does not count
 KS = (10, 20)
 MEMBERSHIP = "membership"  # the question which items are a user's own
 COMMUNITY = "community"  # who is similar to an adversary's items; other questions are named after their attribute
@@ -95,9 +96,9 @@ class Ask:
         settings = {name: value for name, value in self.settings.items() if name != "name"}
         parts = [settings, self.kind, self.role, self.shuffle, self.validation, *_code(settings)]
         if self.mark is not None:
-            return digest([*parts, "mark", asdict(self.mark)])
+            return digest([*parts, "mark", asdict(self.mark), _GRADED])
         if self.community:
-            return digest([*parts, COMMUNITY, self.community])
+            return digest([*parts, COMMUNITY, self.community, _GRADED])
         return digest([*parts, self.attribute, self.known] if self.attribute else parts)
 
 
@@ -183,6 +184,13 @@ def ranks_of(split: Split, scorer: Scorer, data: Data, seed: int) -> Ranks:
     """Where the held-out items come out; a user's other items do not compete."""
     known = split.train if len(split.valid) == 0 else union(split.train, split.valid)
     return rank(scorer, known, split.test, _sampled(split, data, seed))
+
+
+def valid_ranks_of(split: Split, scorer: Scorer, data: Data, seed: int) -> Ranks:
+    """The same of validation items, before anything is known of the held-out ones."""
+    count = data.candidates
+    sampled = None if count is None else evaluation_candidates(split, count, part="valid", seed=seed).items
+    return rank(scorer, split.train, split.valid, sampled)
 
 
 def next_ranks_of(split: Split, scorer: NextScorer, data: Data, seed: int) -> Ranks:

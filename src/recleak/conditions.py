@@ -13,9 +13,13 @@ from recleak.errors import ConfigError, unknown_name
 from recleak.findings import SYSTEM, Findings
 
 ATTRIBUTE = ("auc", "excess", "macro-f1", "accuracy")  # of questions that are named after an attribute
+MARK = ("auc", "excess", "accuracy")  # of questions that are named after items of a kind
 METRICS = {  # by question
     "membership": ("auc", "excess", "f1", "exposed", "advantage", "tpr@1%", "tpr@0.1%"),
-    "community": ("auc", "excess", "accuracy"),
+    "community": (
+        *MARK,
+        *("bound", "accuracy@best", "accuracy@chosen", "accuracy@10%", "accuracy@50%", "accuracy@90%"),
+    ),
     "utility": ("hit@10", "hit@20", "ndcg@10", "ndcg@20"),
 }
 _FORM = re.compile(r"\s*([a-z][a-z0-9_-]*)\.([a-z0-9@%.-]+?)\s*(>=|<=|>|<)\s*([-+0-9.e]+)\s*", re.IGNORECASE)
@@ -33,7 +37,7 @@ class Condition:
     @classmethod
     def parse(cls, text: str, attributes: Iterable[str] = (), marks: Iterable[str] = ()) -> Condition:
         """From what is typed; `attributes` and `marks` are those that are inferred."""
-        metrics = {**METRICS, **dict.fromkeys(attributes, ATTRIBUTE), **dict.fromkeys(marks, METRICS["community"])}
+        metrics = {**METRICS, **dict.fromkeys(attributes, ATTRIBUTE), **dict.fromkeys(marks, MARK)}
         found = _FORM.fullmatch(text)
         try:
             if found is None:

@@ -139,6 +139,10 @@ class Experiment(BaseModel):
         "are also asked who has such items.",
     )
     seeds: int | list[int] = Field(default=1, description="How many, or which.")
+    skip: list[dict[str, str]] = Field(
+        default=[],
+        description="Combinations to leave out, by labels: tables with some of data, model, protocol and defense.",
+    )
     by_component: list[str] = Field(
         default=[], description="Attacks (by label) that the first seed also runs on each role's part of uploads alone."
     )
@@ -180,13 +184,18 @@ class Experiment(BaseModel):
         """All combinations; the defense varies fastest."""
         data = _spanned_data(self.data)
         model, protocol, defense = (self.choices(field) for field in ("model", "protocol", "defenses"))
-        return [
+        every = [
             System(one, label, of, by, against)
             for label, one in data
             for of in model
             for by in protocol
             for against in defense
         ]
+        _check_skip(self.skip, every)
+        left = [each for each in every if not any({**each.labels, **rule} == each.labels for rule in self.skip)]
+        if not left:
+            raise ConfigError("skip: it leaves out everything, expected some systems to be left.")
+        return left
 
     @cached_property
     def attack_choices(self) -> list[Named]:
@@ -212,6 +221,17 @@ class Experiment(BaseModel):
                 named.append(Named(_label(kind, each, vary), each))
         _different(field, [each.label for each in named])
         return named
+
+
+def _check_skip(skip: Iterable[Mapping[str, str]], systems: Sequence[System]) -> None:
+    """Every label is of a system."""
+    for rule in skip:
+        for name, label in rule.items():
+            if name not in systems[0].labels:
+                raise ConfigError(f"skip: {unknown_name('key', name, systems[0].labels)}")
+            labels = dict.fromkeys(each.labels[name] for each in systems)
+            if label not in labels:
+                raise ConfigError(f"skip: {unknown_name(name, label, labels)}")
 
 
 def _label(kind: Kind, settings: Mapping[str, Any], vary: Sequence[str]) -> str:

@@ -31,7 +31,9 @@ _VALUE = {"value": pl.Float64, "low": pl.Float64, "high": pl.Float64, "users": p
 _ATTACK = {"question": pl.String, "attack": pl.String}
 
 TABLES: Mapping[str, pl.Schema] = {
-    # Every attack and every null against every system, by metric. Test users only. role: attack | null.
+    # Every attack and every null against every system, by metric. Test users only. role: attack | null. reason: why
+    # there is no value; or of an AUC, which other attack answers alike. Of communities, the interval is over users as
+    # adversaries and as victims.
     "scores": pl.Schema(
         {**_SYSTEM, **_ATTACK, "role": pl.String, "vantage": pl.String, "metric": pl.String, **_VALUE}
         | {"reason": pl.String}

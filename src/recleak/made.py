@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import polars as pl
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,13 +20,15 @@ from recleak.central import seen_history, shadow_lists
 from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split
-from recleak.defenses.base import Defense, all_components
+from recleak.defenses.base import Chain, Defense, all_components
 from recleak.defenses.blurme import fitted_to, unfitted
+from recleak.defenses.estimators import CONTINUOUS
 from recleak.defenses.feature_noise import with_categories
+from recleak.errors import ConfigError, unknown_name
 from recleak.grading import target_transitions
 from recleak.metrics.comparison import is_known
 from recleak.models.base import Model
-from recleak.models.components import Component
+from recleak.models.components import Component, require_names
 from recleak.protocols.centralized import Centralized
 from recleak.protocols.federated import Federated
 from recleak.protocols.gossip import Gossip
@@ -34,6 +37,7 @@ from recleak.protocols.recorded import Recorded
 from recleak.protocols.vectors import Vectors
 from recleak.training.attributes import PrivateAttributes, attributes_of
 
+_YES, _NO = {"yes", "true", "1", "1.0"}, {"no", "false", "0", "0.0"}
 _FEATURES = ("gender", "age", "occupation")  # what models with user features read, where the data have it
 
 
@@ -153,10 +157,70 @@ def made_of(cell: Cell, split: Split, canaries: Canaries | None) -> Made:
     model, protocol, defense = (objects.build(kind, settings[kind]) for kind in ("model", "protocol", "defense"))
     if features is not None:
         defense = with_categories(defense, [(each.start, each.stop) for each in features.groups.values()])
-    sizes = {name: len(classes_of(split.train, name)[1]) for name in _FEATURES if name in split.train.attributes}
-    defense = fitted_to(defense.for_attributes(sizes), split.train)
-    private = None
-    if defense.needs_attributes:
-        public = torch.from_numpy(is_known(np.arange(train.n_users), defense.insensitive))
-        private = attributes_of(split.train, sizes, public)
+    defense = fitted_to(defense.for_attributes(_sizes(split.train)), split.train)
+    private = private_attributes(defense, split.train, cell.seed) if defense.needs_attributes else None
     return Made(split, train, model, protocol, defense, features, cell.seed, private)
+
+
+def _sizes(data: Interactions) -> dict[str, int]:
+    """What is protected if nothing is named: the usual attributes, or all if there are none of these; their classes."""
+    names = [name for name in _FEATURES if name in data.attributes] or list(data.attributes)
+    return {name: len(classes_of(data, name)[1]) for name in names}
+
+
+def private_attributes(defense: Defense, data: Interactions, seed: int) -> PrivateAttributes:
+    """What users of an audit keep to themselves about themselves, who tells it all the same, who wants it protected.
+
+    Numbers are in standard deviations from the mean of those who tell.
+    """
+    parts = defense.defenses if isinstance(defense, Chain) else (defense,)
+    given: dict[str, int] = {}
+    wishes: dict[str, float | str] = {}
+    for part in parts:
+        given |= getattr(part, "attributes", {}) if part.needs_attributes else {}
+        wishes |= getattr(part, "protected", {})
+    for name, classes in given.items():
+        _check_classes(data, name, classes)
+    public = torch.from_numpy(is_known(np.arange(data.n_users), defense.insensitive))
+    require_names("attribute", wishes, given)
+    said = {name: _wanted(data, wish) for name, wish in wishes.items() if isinstance(wish, str)}
+    for wanted in said.values():
+        public &= ~wanted  # who wants something protected tells nothing
+    for name, wish in wishes.items():
+        if not isinstance(wish, str):
+            lot = random.uniform(seed, f"who protects {name}", np.arange(data.n_users))
+            said[name] = torch.from_numpy(lot < wish) & ~public
+    made = attributes_of(
+        data, given, public, numbers=[name for name, classes in given.items() if classes == CONTINUOUS]
+    )
+    labels = {name: _in_deviations(label, public) for name, label in made.labels.items()}
+    return PrivateAttributes(labels, public, said)
+
+
+def _check_classes(data: Interactions, name: str, classes: int) -> None:
+    """The data have the attribute, of no more classes than are protected, or as a number."""
+    found = len(classes_of(data, name)[1])
+    if classes == CONTINUOUS and data.attributes[name] != "continuous":
+        raise ConfigError(f"attributes: got {name} = {CONTINUOUS}, a number, expected {found}: it has classes.")
+    if CONTINUOUS < classes < found:
+        raise ConfigError(f"attributes: got {classes} classes of {name}, expected {found}.")
+
+
+def _wanted(data: Interactions, column: str) -> Tensor:
+    """Who wants something protected, by a column of the users, bool[U]: who says no does not, who says nothing does."""
+    if column not in data.attributes:
+        raise unknown_name("column", column, data.attributes)
+    words = data.users[column].cast(pl.String).str.to_lowercase().fill_null("yes")
+    if unknown := sorted(set(words) - _YES - _NO):
+        raise ConfigError(f"protected: got {unknown[0]!r} in {column}, expected yes or no (true, false, 1, 0).")
+    return torch.from_numpy(words.is_in(_YES).to_numpy().copy())
+
+
+def _in_deviations(label: Tensor, public: Tensor) -> Tensor:
+    """A number in standard deviations from the mean of those who tell; a class as it is."""
+    if not label.is_floating_point():
+        return label
+    told = label[public & ~label.isnan()].double()
+    if len(told) < 2 or float(told.std()) == 0:
+        return label - (told.mean().float() if len(told) else 0.0)
+    return ((label.double() - told.mean()) / told.std(correction=0)).float()

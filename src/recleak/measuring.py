@@ -24,6 +24,7 @@ from recleak.cells import MEMBERSHIP, Cell, loaded, metrics_of, next_ranks_of, r
 from recleak.central import central_ledger, train_central
 from recleak.data.sequences import leave_last_out
 from recleak.data.split import Split
+from recleak.ending import ended, rule_of, within
 from recleak.errors import ConfigError, NotFoundError, RecleakError
 from recleak.experiment import digest
 from recleak.files import replace_table, replace_text
@@ -82,8 +83,11 @@ def _split(cell: Cell) -> Split:
 
 def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) -> None:
     taps: dict[str, Wiretap] = {}
+    before, made = made, ended(cell, made, threads)
     for ask in cell.asks:
         attack = seeded(objects.build("attack", ask.settings), ask.settings.get("seed", cell.seed))
+        if made.protocol.rounds < before.protocol.rounds:
+            attack = within(attack, made.protocol.rounds)
         reason = no_sense(attack, made, ask)
         if reason is None:
             try:
@@ -144,7 +148,8 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
             aggregation=averaging(made.protocol),
             delta=DELTA,
         )
-    store(cell, "facts", {"reason": None, "ledger": [asdict(entry) for entry in entries]})
+    early = {"ended": made.protocol.rounds, "planned": before.protocol.rounds} if rule_of(before) is not None else {}
+    store(cell, "facts", {"reason": None, "ledger": [asdict(entry) for entry in entries], **early})
 
 
 def _ears(cell: Cell, taps: Mapping[str, Wiretap]) -> dict[str, Hearing]:

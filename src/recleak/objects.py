@@ -45,7 +45,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "unknown": "recleak.models.central:UnknownModel",
     },
     "protocol": {
-        "federated": "recleak.protocols.federated:Federated",
+        "federated": "recleak.protocols.until:FederatedUntil",
         "gossip": "recleak.protocols.gossip:Gossip",
         "centralized": "recleak.protocols.centralized:Centralized",
         "published": "recleak.protocols.published:Published",
@@ -71,6 +71,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "functional-mechanism": "recleak.defenses.functional_mechanism:FunctionalMechanism",
         "objective-perturbation": "recleak.defenses.objective_perturbation:ObjectivePerturbation",
         "decoupling": "recleak.defenses.decoupling:Decoupling",
+        "early-stop": "recleak.defenses.early_stop:EarlyStop",
         "user-consent": "recleak.defenses.consent:UserConsent",
         "dp-sgd": "recleak.defenses.dp_sgd:DPSGD",
         "clipped-mean-noise": "recleak.defenses.dp_sgd:ClippedMeanNoise",
@@ -119,6 +120,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "optimizer": {"adam": "recleak.training.optimizers:Adam", "sgd": "recleak.training.optimizers:SGD"},
     "object": {
+        "plateau": "recleak.protocols.stopping:Plateau",
+        "reached": "recleak.protocols.stopping:Reached",
         "network": "recleak.attacks.learners:Network",
         "chosen-epoch": "recleak.attacks.learners:ChosenEpoch",
         "tree": "recleak.attacks.learners:Tree",
@@ -245,13 +248,17 @@ def parameters(make: Callable[..., Any]) -> dict[str, Any]:
     """The arguments of a constructor with their types; an unreadable type is Any."""
     signature = inspect.signature(make)
     target = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
-    try:
-        hints = typing.get_type_hints(make) | typing.get_type_hints(target) if isinstance(make, type) else {}
-        hints = hints or typing.get_type_hints(target)
-    except (NameError, TypeError):
-        hints = {}
+    hints = (_hints(make) if isinstance(make, type) else {}) | _hints(target)
     usual = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: hints.get(name, Any) for name, each in signature.parameters.items() if each.kind in usual}
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """The types that a class or a function names; none if they cannot be read (an inherited `__init__` elsewhere)."""
+    try:
+        return typing.get_type_hints(target)
+    except (NameError, TypeError):
+        return {}
 
 
 def _open(make: Callable[..., Any]) -> bool:

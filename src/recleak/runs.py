@@ -23,7 +23,7 @@ from typing import Any
 
 from recleak import __version__, objects
 from recleak.attacks.base import WhichAttribute, WhoBelongs
-from recleak.audited import Audited
+from recleak.audited import Audited, stored
 from recleak.cells import (
     ACTIVITY,
     ATTRIBUTE_NULLS,
@@ -160,6 +160,7 @@ class _Plan:
         published = {audited.system.data for audited in self.audits if is_published(audited.system)}
         seed = experiment.seed_list[0]
         notes = [note for data in self.fingerprints for note in _notes(data, seed, held=data not in published)]
+        notes += [note for audited in self.audits for note in _endings(audited)]
         attacks: dict[str, dict[str, Any]] = {}
         for audited in self.audits:
             for each in audited.of_kind("attack", "null"):
@@ -194,6 +195,17 @@ def _notes(data: Data, seed: int, *, held: bool) -> list[str]:
         short = evaluation_candidates(split, data.candidates, seed=seed).short
         found += [f"{data.name}: {short:,} users have fewer than {data.candidates} candidates"] if short else []
     return found
+
+
+def _endings(audited: Audited) -> list[str]:
+    """After how many rounds a rule ended training, by seed."""
+    files = [cell.path / "facts.json" for cell in audited.cells]
+    facts = [stored(file) for file in files if file.exists()]
+    rounds = [each["ended"] for each in facts if "ended" in each]
+    if not rounds:
+        return []
+    label, planned = " · ".join(audited.system.labels.values()), facts[0].get("planned")
+    return [f"{label}: training ended after {', '.join(map(str, rounds))} of at most {planned} rounds"]
 
 
 def _asks(experiment: Experiment) -> tuple[Ask, ...]:

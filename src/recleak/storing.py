@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,7 @@ from recleak.errors import ConfigError
 from recleak.files import replace_table, replace_text
 from recleak.grading import communities, grade_communities, grade_holders, grade_users, shuffled, truth_of
 from recleak.metrics.comparison import is_known, is_validation
-from recleak.metrics.inference import auc_by_user
-from recleak.metrics.linearized import auc_values, macro_f1_values
+from recleak.metrics.linearized import auc_both_ways, auc_values, macro_f1_values
 from recleak.recording import Listening
 from recleak.watching import Watching
 from recleak.wire import Aggregator, Server
@@ -30,6 +29,7 @@ from recleak.wire import Aggregator, Server
 if TYPE_CHECKING:
     from recleak.made import Made
 
+REVERSED = " reversed"  # after the name of a grade: of the same scores, read the other way round
 _LOOKOUTS = 50  # users who play the adversary that looks for holders of a mark
 DELTA = 1e-6  # of ledger and canaries; times the canaries it must be far below 1 - their level
 
@@ -145,50 +145,101 @@ def truth_of_communities(made: Made, ask: Ask) -> Tensor:
     return truth
 
 
+def graded_both_ways(answer: Tensor, grade: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The grades of an answer after a round, and of the same read the other way round: which one counts shows at the
+    end. Who was not heard of stays the last.
+    """
+    other = _turned(answer)
+    return {**grade(answer), **{name + REVERSED: value for name, value in grade(other).items()}}
+
+
+def _turned(answer: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(answer), -answer, answer)
+
+
 def store_community(
     cell: Cell, ask: Ask, tap: Watching[Any, WhoBelongs], made: Made, rounds: NDArray[np.int64]
 ) -> None:
-    """Every user who took part plays the adversary, with its own items as the targets, and is a row of the table.
+    """Every user plays the adversary, with its own items as the targets, and is a victim of the others.
 
-    auc: how well its scores tell its community from the others, those it never heard of last. exposed: of the user as a
-    victim.
+    Grades as an adversary are of those who took part. auc: how well its scores tell its community from the others,
+    those it never heard of last; of validation users among validation users, of the others among the others, so that no
+    victim on whom the attacker was chosen grades it. exposed: of the user as a victim. `*_as_victim` is what a user
+    adds to the mean of all adversaries by being there for them (`metrics.intervals.both_ways`).
     """
-    user = np.flatnonzero(rounds >= 0)
     everybody = torch.arange(made.train.n_users)
-    truth, answer = truth_of_communities(made, ask), tap.answer(WhoBelongs(everybody, everybody))
-    valid = is_validation(user, ask.validation)
-    score = answer.double().numpy()
-    heard = np.isfinite(score)
-    auc = _auc_of_rows(np.where(heard, score, -np.inf), truth.numpy())
-    direction = 1
-    if valid.any() and round(float(np.nanmean(auc[user[valid]])), 12) < 0.5:
-        score, direction = -score, -1  # that is a leak too: read the other way round
-        auc = _auc_of_rows(np.where(heard, score, -np.inf), truth.numpy())
-    graded = grade_communities(torch.from_numpy(np.where(heard, score, -np.inf)), truth, ask.community, everybody)
-    exposed = graded["exposed"].double().numpy()
+    truth, answer = truth_of_communities(made, ask), tap.answer(WhoBelongs(everybody, everybody)).double()
+    answer = torch.where(torch.isfinite(answer), answer, float("-inf"))
+    valid, took_part = is_validation(everybody.numpy(), ask.validation), rounds >= 0
+    direction, auc, auc_as_victim = 1, *_auc_by_part(answer, truth, valid)
+    chosen = auc[valid & took_part]
+    if _known(chosen) and round(float(np.nanmean(chosen)), 12) < 0.5:
+        answer, direction = _turned(answer), -1  # that is a leak too: read the other way round
+        auc, auc_as_victim = _auc_by_part(answer, truth, valid)
+    graded = grade_communities(answer, truth, ask.community, everybody)
+    seen = truth & torch.isfinite(answer) & ~torch.eye(len(truth), dtype=torch.bool)
     frame = pl.DataFrame(
         {
-            "user": user,
+            "user": everybody.numpy(),
             "valid": valid,
-            "auc": auc[user],
-            "accuracy": graded["accuracy"].double().numpy()[user],
-            "bound": graded["bound"].double().numpy()[user],
-            "exposed": exposed[user],
-            "round": rounds[user],
-            "activity": made.train.activity[user].astype(np.int64),
+            "auc": np.where(took_part, auc, np.nan),
+            "accuracy": np.where(took_part, graded["accuracy"].double().numpy(), np.nan),
+            "bound": np.where(took_part, graded["bound"].double().numpy(), np.nan),
+            "exposed": np.where(took_part, graded["exposed"].double().numpy(), np.nan),
+            "auc_as_victim": np.where(valid, np.nan, auc_as_victim),
+            "accuracy_as_victim": _as_victims(_hits(graded["exposed"], truth), graded["accuracy"], truth),
+            "bound_as_victim": _as_victims(seen.sum(0), graded["bound"], truth),
+            "round": rounds,
+            "activity": made.train.activity.astype(np.int64),
         }
-    ).with_columns(pl.col("auc", "exposed").fill_nan(None))
+    ).with_columns(pl.selectors.float().fill_nan(None))
     replace_table(cell.path / f"{ask.key}.parquet", frame)
+    way = "" if direction > 0 else REVERSED
+    accuracy, exposed = tap.curve("accuracy" + way), tap.curve("exposed" + way)
+    by_victim = [_as_victims(_hits(each, truth), own, truth) for each, own in zip(exposed, accuracy, strict=True)]
     facts = {
         "reason": None,
         "vantage": type(tap.vantage).__name__,
         "knowledge": str(tap.knowledge),
         "direction": direction,
         "rounds": tap.rounds.tolist(),
-        "curve": [[round(each, 6) for each in row] for row in tap.curve("accuracy").double().numpy()[:, user].tolist()],
+        "curve": [_listed(np.where(took_part, row, np.nan)) for row in accuracy.double().numpy()],
+        "curve_as_victim": [_listed(row) for row in by_victim],
+        "separation": _listed(tap.curve("separation" + way).double().numpy()),
         "roc": [],
     }
     store(cell, ask.key, {**_about(ask), **facts})
+
+
+def _auc_by_part(
+    answer: Tensor, truth: Tensor, valid: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """AUC of each adversary, and what each adds as a victim, f64[U] twice: among validation users, and the others."""
+    score = answer.numpy()
+    score = np.where(np.isfinite(score), score, np.min(score, where=np.isfinite(score), initial=0.0) - 1)
+    auc, column = np.full(len(score), np.nan), np.zeros(len(score))
+    for part in (np.flatnonzero(valid), np.flatnonzero(~valid)):
+        inside = np.ix_(part, part)
+        auc[part], column[part] = auc_both_ways(score[inside], truth.numpy()[inside])
+    return auc, column
+
+
+def _hits(exposed: Tensor, truth: Tensor) -> Tensor:
+    """By how many adversaries of whose communities it is each user is found, f64[U]."""
+    return exposed.double().nan_to_num() * truth.sum(0)
+
+
+def _as_victims(hits: Tensor, share: Tensor, truth: Tensor) -> NDArray[np.float64]:
+    """What each user adds as a victim to the mean share of a community that is hit (f32[U], by adversary), f64[U].
+
+    The hits that it is, i64[U], less those that are expected of a member of the communities in which it is.
+    """
+    column: NDArray[np.float64] = (hits - truth.double().T @ share.double()).numpy()
+    return (column - column.mean()) / max(1.0, float(truth.sum(1).double().mean()))
+
+
+def _listed(values: NDArray[np.float64]) -> list[float | None]:
+    return [None if np.isnan(each) else round(each, 6) for each in values.tolist()]
 
 
 def lookouts_of(made: Made, attack: Any) -> Tensor | None:
@@ -234,7 +285,7 @@ def store_mark(cell: Cell, ask: Ask, tap: Watching[Any, WhoBelongs], made: Made,
     valid = is_validation(users, ask.validation)
     graded, direction = _by_part(answer, truth, leader, users, valid), 1
     if round(float(np.nanmean(graded["auc"][valid])), 12) < 0.5 if _known(graded["auc"][valid]) else False:
-        answer, direction = torch.where(torch.isfinite(answer), -answer, answer), -1
+        answer, direction = _turned(answer), -1
         graded = _by_part(answer, truth, leader, users, valid)
     frame = pl.DataFrame(
         {
@@ -248,14 +299,14 @@ def store_mark(cell: Cell, ask: Ask, tap: Watching[Any, WhoBelongs], made: Made,
         }
     ).with_columns(pl.col("auc", "accuracy", "exposed").fill_nan(None))
     replace_table(cell.path / f"{ask.key}.parquet", frame)
-    curve = tap.curve("accuracy").numpy()[:, users]
+    curve = tap.curve("accuracy" + ("" if direction > 0 else REVERSED)).numpy()[:, users]
     facts = {
         "reason": None,
         "vantage": type(tap.vantage).__name__,
         "knowledge": str(tap.knowledge),
         "direction": direction,
         "rounds": tap.rounds.tolist(),
-        "curve": [[None if np.isnan(each) else round(each, 6) for each in row] for row in curve.tolist()],
+        "curve": [_listed(row) for row in curve],
         "share": round(float(truth.double().mean()), 6),
         "roc": [],
     }
@@ -278,15 +329,3 @@ def _by_part(
 
 def _known(values: NDArray[np.float64]) -> bool:
     return bool((~np.isnan(values)).any())
-
-
-def _auc_of_rows(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Of each row, without its diagonal, f64[U]; NaN where there is only one kind."""
-    users = len(score)
-    others = ~np.eye(users, dtype=bool)
-    finite = np.where(np.isfinite(score), score, np.nanmin(np.where(np.isfinite(score), score, np.inf)) - 1)
-    owner = np.repeat(np.arange(users), users - 1)
-    found = auc_by_user(finite[others], truth[others], owner)
-    out = np.full(users, np.nan)
-    out[found.user] = found.value
-    return out

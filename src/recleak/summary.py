@@ -19,6 +19,7 @@ from recleak.audited import (
     Audited,
     BySeed,
     Contest,
+    both_ways_of,
     columns,
     common,
     has_utility,
@@ -37,6 +38,8 @@ from recleak.metrics.comparison import (
     holm,
     paired,
 )
+from recleak.metrics.inference import PerUser
+from recleak.metrics.intervals import quantile
 
 Rows = list[dict[str, Any]]
 _GROUPS = 5  # of users, by activity and by round
@@ -49,6 +52,7 @@ _ADD = {
 }
 _SEEN = {"Audience": "lists", "Holder": "vectors", "Peers": "models"}
 _WHAT = {MEMBERSHIP: "a user's own items from the others", COMMUNITY: "who is in a user's community from who is not"}
+_PERCENTILES = {"10%": 0.1, "50%": 0.5, "90%": 0.9}  # of adversaries
 _TOO_FEW = "Too few pairs that are not own items to tell."
 _NULLS = {
     "popularity": "who only knows which items are popular",
@@ -93,7 +97,26 @@ def tables(audits: Sequence[Audited], references: Mapping[int, int]) -> dict[str
 
 
 def _scores(audited: Audited) -> Rows:
-    return [row for each in audited.of_kind("attack", "null") for row in _scores_of(audited, each)]
+    found: Rows = []
+    for each in audited.of_kind("attack", "null"):
+        rows = _scores_of(audited, each)
+        if (other := _same_as(audited, each)) is not None:
+            rows[0]["reason"] = f"The same as {other!r}: it answers alike here, about every user."
+        found += rows
+    return found
+
+
+def _same_as(audited: Audited, each: Attacked) -> str | None:
+    """An attack before it with the same grades of every user in every seed: one that falls back to what it does."""
+    if not each.users or each.ask.kind != "attack" or all(frame["auc"].n_unique() < 2 for frame in each.users):
+        return None
+    for other in audited.of_kind("attack"):
+        if other.ask.name == each.ask.name:
+            return None
+        alike = other.ask.question == each.ask.question and other.seeds == each.seeds
+        if alike and all(one.equals(two) for one, two in zip(each.users, other.users, strict=True)):
+            return other.ask.name
+    return None
 
 
 def _scores_of(audited: Audited, each: Attacked) -> Rows:
@@ -103,7 +126,8 @@ def _scores_of(audited: Audited, each: Attacked) -> Rows:
         return [{**key, "metric": "auc", **nothing(), "reason": each.reason}]
     if each.ask.question != MEMBERSHIP:
         names = {"auc": "auc", "accuracy": "accuracy"} | ({"f1": "macro-f1"} if each.ask.attribute else {})
-        graded = {metric: audited.estimate(each.values(name, valid=False)) for name, metric in names.items()}
+        graded = {metric: audited.estimate(each.graded(name)) for name, metric in names.items()}
+        graded |= _of_communities(audited, each) if each.ask.community else {}
         return [{**key, "metric": metric, **value, "reason": None} for metric, value in graded.items()]
     found = {name: audited.estimate(each.values(name, valid=False)) for name in ("auc", "f1", "exposed")}
     reasons: dict[str, str | None] = {} if found["exposed"]["users"] else {"exposed": _TOO_FEW}
@@ -120,6 +144,40 @@ def _scores_of(audited: Audited, each: Attacked) -> Rows:
         else:
             found[name], reasons[name] = nothing(), _TOO_FEW
     return [{**key, "metric": name, **value, "reason": reasons.get(name)} for name, value in found.items()]
+
+
+def _of_communities(audited: Audited, each: Attacked) -> dict[str, dict[str, Any]]:
+    """What could be found of communities, what would be in the best round, and how adversaries differ.
+
+    bound: the share that was seen. accuracy@best: in the round in which it is highest, which only the truth tells (as
+    papers give it); accuracy@chosen: in the round in which those claimed stand out most, which an adversary sees.
+    accuracy@10% and so on: after the last round, of adversaries, each over its seeds.
+    """
+    best, chosen = [], []
+    for facts, frame in zip(each.facts, each.users, strict=True):
+        curve = [_after(facts, frame, at) for at in range(len(facts["rounds"]))]
+        known = [at for at, one in enumerate(curve) if len(one.user)]
+        if known:
+            best.append(curve[max(known, key=lambda at: (round(float(curve[at].value.mean()), 12), -at))])
+            chosen.append(curve[max(known, key=lambda at: (facts["separation"][at] or 0.0, -at))])
+    found = {"bound": audited.estimate(each.graded("bound"))}
+    found |= {"accuracy@best": audited.estimate(best), "accuracy@chosen": audited.estimate(chosen)}
+    rows = [frame.filter(~pl.col("valid") & pl.col("accuracy").is_not_null()) for frame in each.users]
+    mean = pl.concat(rows).group_by("user").agg(pl.col("accuracy").mean())["accuracy"].to_numpy()
+    for name, share in _PERCENTILES.items():
+        here = quantile(mean, share, level=audited.level) if len(mean) else None
+        found[f"accuracy@{name}"] = nothing() if here is None else columns(here, len(rows))
+    return found
+
+
+def _after(facts: Mapping[str, Any], frame: pl.DataFrame, at: int) -> PerUser:
+    """Accuracy after a round: of a community by user as an adversary and as a victim, of a mark by user."""
+    curve = pl.Series("curve", facts["curve"][at], pl.Float64)
+    if "curve_as_victim" not in facts:
+        part = frame.with_columns(curve).filter(~pl.col("valid") & pl.col("curve").is_not_null())
+        return per_user(part, "curve")
+    column = pl.Series("column", facts["curve_as_victim"][at], pl.Float64)
+    return both_ways_of(frame.with_columns(curve, column), "curve", "column")
 
 
 def _some(counts: Sequence[Counts]) -> bool:
@@ -286,10 +344,7 @@ def _curve_of(audited: Audited, attack: Attacked) -> Rows:
     key = {"question": attack.ask.question, "attack": attack.ask.name, "kind": "accuracy", "reason": None}
     found: Rows = []
     for at, round in enumerate(attack.facts[0]["rounds"] if attack.facts else ()):
-        values = []
-        for facts, frame in zip(attack.facts, attack.users, strict=True):
-            part = frame.with_columns(pl.Series("accuracy", facts["curve"][at])).filter(~pl.col("valid"))
-            values.append(per_user(part.filter(pl.col("accuracy").is_not_null()), "accuracy"))
+        values = [_after(*one, at) for one in zip(attack.facts, attack.users, strict=True) if at < len(one[0]["curve"])]
         found.append({**key, "part": f"{round + 1:,}", "x": float(round + 1), **audited.estimate(values)})
     return found
 
@@ -333,7 +388,9 @@ def _risk(audited: Audited) -> list[pl.DataFrame]:
     found = []
     for each in audited.of_kind("attack"):
         for seed, frame in zip(each.seeds, each.users, strict=True):
-            ordered = frame.sort(["exposed", "auc", "user"], descending=[True, True, False], nulls_last=True)
+            ordered = frame.filter(pl.col("round") >= 0).sort(
+                ["exposed", "auc", "user"], descending=[True, True, False], nulls_last=True
+            )
             labels = {**audited.system.labels, "question": each.ask.question, "attack": each.ask.name}
             own = each.ask.question == MEMBERSHIP
             auc = pl.col("auc") if own else pl.lit(None, pl.Float64).alias("auc")

@@ -24,12 +24,13 @@ from recleak.protocols.published import Published
 from recleak.protocols.recorded import Recorded
 from recleak.protocols.vectors import Vectors
 from recleak.storing import (
+    graded_both_ways,
     lookouts_of,
     node_of,
     truth_of_communities,
     truth_of_mark,
 )
-from recleak.watching import Watching, spread
+from recleak.watching import Grade, Watching, spread
 from recleak.wire import Aggregator, Audience, Holder, Message, Peers, Push, Server, Upload, Vantage
 
 _FAILED = "failed: why"  # in the state of a tap
@@ -55,7 +56,8 @@ class Wiretap(Watching[Any, Any]):
         question, grade = None, None
         if ask is not None and ask.community:
             question, truth = WhoBelongs(users, users), truth_of_communities(made, ask)
-            grade = partial(grade_communities, truth=truth, size=ask.community, leader=users)
+            plain: Grade = partial(grade_communities, truth=truth, size=ask.community, leader=users)
+            grade = partial(graded_both_ways, grade=plain)
         leader: Tensor | None = users if ask is not None and ask.community else node_of(made)
         if ask is not None and ask.mark is not None:
             leader = lookouts_of(made, attack)
@@ -64,7 +66,8 @@ class Wiretap(Watching[Any, Any]):
             public |= {} if leader is None else {"leaders": leader}
             knowledge = replace(knowledge, public={**knowledge.public, **public})
             question = WhoBelongs(torch.arange(len(public["targets"])), users)
-            grade = partial(grade_holders, truth=truth_of_mark(made, ask), leader=leader)
+            plain = partial(grade_holders, truth=truth_of_mark(made, ask), leader=leader)
+            grade = partial(graded_both_ways, grade=plain)
         if attack.vantage is Peers or getattr(attack, "vector", "sent") == "mean":
             groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed, leader)
             knowledge = replace(knowledge, public={**knowledge.public, "groups": groups})

@@ -34,6 +34,8 @@ class UserConsent(Defense):
 
     strength: of the term in the loss of who wants protection. Who does is said with the attributes
     (`training.attributes.PrivateAttributes.protected`); if nothing is said, all but the insensitive users.
+    In an audit `protected` says it by attribute: the share of the others who want it, or the column of the users that
+    says so; who is not asked wants it.
     The step of an attacker is averaged over all clients, also those who do not consent, as all that is shared is.
     """
 
@@ -45,6 +47,7 @@ class UserConsent(Defense):
     steps: int = 1
     factors: int = 64
     insensitive: float = 0.2  # share of users who tell, for an audit
+    protected: Mapping[str, float | str] = field(default_factory=dict)  # who wants an attribute protected, for an audit
 
     def __post_init__(self) -> None:
         for name in ("strength", "learning_rate"):

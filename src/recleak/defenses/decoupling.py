@@ -72,6 +72,8 @@ class Decoupling(Defense):
     has the minimum: estimators must follow the vectors, or these run away from where an estimator was, each in the
     direction of its class, and tell it to whoever looks anew. One step in a round is too few for that.
     pairs: own items of a batch that count in L_ir.
+    protected: in an audit, by attribute, the share of the users who do not tell that want it protected, or the column
+    of the users that says so; who is not asked wants it.
     As the published code: `warm_up` rounds without terms (it has 4); `relabels`: from the second step or attribute on,
     0.6 of the inputs of the step before, public ones too, are there once more under the client's own label, a bug;
     `inverse` "own": g is trained on the client's own label instead of public ones.
@@ -93,6 +95,7 @@ class Decoupling(Defense):
     inverse: Inverse = "public"
     factors: int = 64
     insensitive: float = 0.2  # share of users who tell, for an audit
+    protected: Mapping[str, float | str] = field(default_factory=dict)  # who wants an attribute protected, for an audit
 
     def __post_init__(self) -> None:
         for name, given, options in (

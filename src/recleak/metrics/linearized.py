@@ -4,6 +4,10 @@ AUC and macro F1 of an attribute are no means over users: each user's share depe
 are: the metric plus each user's influence on it. The values below have exactly the metric as their mean, and a spread
 that gives the metric's standard error (for AUC that of DeLong et al. 1988). They are not bounded by 0 and 1.
 
+Adversaries who look for their communities among the same users are users twice: each is an adversary, and a victim of
+the others. Victims of whom all hear the same (a popular one, say) move all adversaries at once, so the spread of
+adversaries alone says little of how sure their mean is.
+
 Axis letters: n users, K classes.
 """
 
@@ -42,6 +46,24 @@ def _auc_values(score: _Floats, positive: NDArray[np.bool_]) -> _Floats:
     auc = share[positive].mean()
     values: _Floats = auc + (share - auc) * n / np.where(positive, yes, no)
     return values
+
+
+def auc_both_ways(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> tuple[_Floats, _Floats]:
+    """AUC of each of n adversaries who tell n victims apart, and what each user adds as a victim to their mean.
+
+    f64[n, n], bool[n, n] -> f64[n], NaN where an adversary has victims of one kind only, and f64[n], 0 on average: both
+    for `metrics.intervals.both_ways`. Nobody is its own victim.
+    """
+    n = len(score)
+    auc, column = np.full(n, np.nan), np.zeros(n)
+    for a, (own, mine) in enumerate(zip(score, truth, strict=True)):
+        others = np.arange(n) != a
+        if mine[others].any() and not mine[others].all():
+            values = _auc_values(own[others], mine[others])
+            auc[a] = values.mean()
+            column[others] += (values - auc[a]) / (n - 1)
+    known = int((~np.isnan(auc)).sum())
+    return auc, column * n / max(1, known)
 
 
 def macro_f1_values(guess: NDArray[np.int64], label: NDArray[np.int64], classes: int) -> NDArray[np.float64]:

@@ -157,20 +157,20 @@ def dots(rows: Rows, marks: Sequence[Series], title: str = "AUC") -> dict[str, A
     )
 
 
-def exposure(rows: Rows, marks: Sequence[Series]) -> dict[str, Any]:
-    """The share of users at least so exposed: series, auc, share."""
-    xs = [row["auc"] for row in rows]
-    x = alt.X("auc:Q", title="AUC within one user →", scale=_scale((min([*xs, 0.5]), max([*xs, 1.0]))))
+def exposure(rows: Rows, marks: Sequence[Series], title: str = "") -> dict[str, Any]:
+    """The share of users at least so exposed: series, exposure, share. By AUC; or by a share, which `title` names."""
+    xs = [row["exposure"] for row in rows]
+    low = 0.0 if title else min([*xs, 0.5])
+    x = alt.X("exposure:Q", title=f"{title or 'AUC within one user'} →", scale=_scale((low, max([*xs, 1.0]))))
     y = alt.Y("share:Q", title="users at least so exposed", scale=_scale((0, 1)), axis=alt.Axis(format="~%"))
     line = _chart(rows).mark_line(strokeWidth=2, interpolate="step-before")
     shown = [
         alt.Tooltip("series:N", title="defense"),
-        alt.Tooltip("auc:Q", title="AUC at least", format=".2f"),
+        alt.Tooltip("exposure:Q", title=f"{title or 'AUC'} at least", format=".2f"),
         alt.Tooltip("share:Q", title="share of users", format=".0%"),
     ]
-    return _spec(
-        [_level(0.5, x), line.encode(x=x, y=y, color=_color(marks), strokeDash=_dash(marks), tooltip=shown)], 280
-    )
+    drawn = line.encode(x=x, y=y, color=_color(marks), strokeDash=_dash(marks), tooltip=shown)
+    return _spec([drawn] if title else [_level(0.5, x), drawn], 280)
 
 
 # --- what is drawn of long tables -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import polars as pl
@@ -21,13 +21,15 @@ from recleak.report.markup import (
     number,
     percent,
     table,
+    tag,
 )
 from recleak.report.pieces import chapter, figure, key_of, summary_of
-from recleak.report.view import Row, Setting, View, system_of
+from recleak.report.view import COMMUNITY, Row, Setting, View, metric_name, system_of
 
 _MOST_ROUNDS, _ROUNDS_IN_TABLE = 60, 12
 _MOST_EXPOSED = 10
 _MOST_PARTS = 16  # of one kind in a chart
+_SHARES = ("accuracy", "bound", "accuracy@best", "accuracy@chosen", "accuracy@10%", "accuracy@50%", "accuracy@90%")
 _T = TypeVar("_T")
 _MOST_COLUMNS = 6  # defenses beside each other in a table
 
@@ -41,16 +43,18 @@ def parts(view: View) -> Html:
         "one part of what is sent, and of no other; a part near the dashed line, a coin, tells nothing by itself."
     )
     empty = "Leakage was not broken down by round or component."
-    return chapter(
-        view, "parts", "Where it leaks: rounds and components", intro, empty, _rounds, _accuracy, _components
-    )
+    makers = (_rounds, _accuracy, _of_communities, _components)
+    return chapter(view, "parts", "Where it leaks: rounds and components", intro, empty, *makers)
 
 
 def exposed(view: View) -> Html:
     """Users and groups of them."""
     intro = (
-        "An average hides people. Read upwards from a value of the AUC: so many users are at least so exposed. An item "
-        "of a user counts as exposed if the attack claims it at 1 % false positives over all users."
+        "An average hides people. Read upwards from a value of the AUC, or of an exposure: so many users are at least "
+        "so exposed. An own item counts as exposed if the attack claims it at 1 % false positives over all users. "
+        "In communities a user is exposed to the share of the adversaries in whose community it is that find it; who "
+        "has items of a kind, to the share of all adversaries. Of an attribute, exposure is the probability that the "
+        "attack gives to what is true of a user."
     )
     empty = "The exposure of single users was not measured."
     return chapter(view, "exposed", "Who is exposed", intro, empty, _risk, _groups)
@@ -84,6 +88,27 @@ def _rounds(view: View, setting: Setting, question: str) -> list[Content]:
 
 def _accuracy(view: View, setting: Setting, question: str) -> list[Content]:
     return _over_rounds(view, setting, question, "accuracy", "accuracy")
+
+
+def _of_communities(view: View, setting: Setting, question: str) -> list[Content]:
+    """How much of a community is found, under the chosen attack: after the last round, and in others."""
+    rows = [row for row in view.rows(view.scores, setting, question) if row["metric"] in _SHARES]
+    if not any(row["metric"] == "bound" for row in rows):
+        return []
+    found = {(system_of(row), row["attack"], row["metric"]): row for row in rows}
+    body: list[list[Content | Cell]] = []
+    for system in view.systems_of(setting):
+        chosen = view.chosen.get((system, question), {})
+        for attack in (chosen.get("attack"), chosen.get("null")):
+            cells = [found.get((system, attack or "?", metric)) for metric in _SHARES]
+            if any(cells):
+                body.append([system.name, attack, *(DASH if one is None else estimate(one, 3) for one in cells)])
+    header = ["defense", "who", "accuracy after the last round", *map(metric_name, _SHARES[1:])]
+    caption = (
+        f"How much of a community is found ({question}), the mean over adversaries, by the chosen attack and the "
+        "guesser. Nobody knows the best round without the truth."
+    )
+    return [table(caption, header, body, numbers=len(_SHARES))] if body else []
 
 
 def _over_rounds(view: View, setting: Setting, question: str, part: str, what: str) -> list[Content]:
@@ -176,10 +201,39 @@ def _plotted(row: Row) -> Row:
 # --- users ------------------------------------------------------------------------------------------------------------
 
 
+class _Found(NamedTuple):
+    """How people are exposed who have no AUC of their own."""
+
+    heading: str
+    axis: str  # of the chart
+    table: str  # the caption of its numbers
+
+
+_BY_KIND = {
+    "community": _Found(
+        "Who is found in communities",
+        "share of the adversaries of its community who find a user",
+        "By what share of the adversaries in whose community they are users are found, under the chosen attack",
+    ),
+    "mark": _Found(
+        "Who is found",
+        "share of the adversaries who find a user",
+        "By what share of the adversaries users are found who have items of the kind, under the chosen attack",
+    ),
+    "attribute": _Found(
+        "Of whom it is told",
+        "probability given to what is true of a user",
+        "The probability given to what is true of a user, under the chosen attack",
+    ),
+}
+
+
 def _risk(view: View, setting: Setting, question: str) -> list[Content]:
     every = view.of_chosen(view.frame(view.findings.risk, setting, question)).with_columns(
         pl.col("defense").fill_null("?")
     )
+    if len(every) and not bool(every["auc"].is_finite().any()):
+        return _found(view, setting, question, every)
     rows: charts.Rows = []
     body: list[list[Content | Cell]] = []
     for mark in view.marks_of(setting):
@@ -188,7 +242,7 @@ def _risk(view: View, setting: Setting, question: str) -> list[Content]:
         if not len(values):
             continue
         steps = [*charts.survival(values), (float(values.max()), 0.0)]
-        rows += [{"series": mark.label, "auc": x, "share": share} for x, share in steps]
+        rows += [{"series": mark.label, "exposure": x, "share": share} for x, share in steps]
         found = frame["exposed"].drop_nulls().drop_nans().to_numpy()
         body.append(
             [
@@ -215,11 +269,48 @@ def _risk(view: View, setting: Setting, question: str) -> list[Content]:
         key=key_of(marks),
         numbers=numbers,
     )
-    return [drawn, *_most_exposed(view, setting, question, every)]
+    return [drawn, *_most_exposed(view, setting, question, every, "auc")]
 
 
-def _most_exposed(view: View, setting: Setting, question: str, every: pl.DataFrame) -> list[Content]:
-    """The first users by rank without a defense, averaged over seeds, and what the others do for them."""
+def _found(view: View, setting: Setting, question: str, every: pl.DataFrame) -> list[Content]:
+    """The same of questions whose AUC is no mean over users, by exposure, under a heading of its own."""
+    kind = _BY_KIND[view.kind(question)]
+    rows: charts.Rows = []
+    body: list[list[Content | Cell]] = []
+    for mark in view.marks_of(setting):
+        frame = every.filter((pl.col("defense") == mark.label) & pl.col("exposed").is_finite())
+        values = frame["exposed"].to_numpy()
+        if not len(values):
+            continue
+        steps = [*charts.survival(values), (float(values.max()), 0.0)]
+        rows += [{"series": mark.label, "exposure": x, "share": share} for x, share in steps]
+        ends = [percent(float(each)) for each in np.quantile(values, [0.1, 0.5, 0.9])]
+        half, never = percent(float((values >= 0.5).mean())), percent(float((values == 0).mean()))
+        mean = percent(float(values.mean()), 1)
+        body.append([mark.label, f"{frame['user'].n_unique():,}", mean, *ends, half, never])
+    if not rows:
+        return []
+    marks = [mark for mark in view.marks_of(setting) if mark.label in {row["series"] for row in rows}]
+    header = ["defense", "users", "mean", "lowest tenth", "median", "highest tenth", "users at half and more"]
+    header += ["users at nothing"]
+    words = "; ".join(f"{row[0]}: median {row[4]}, {row[6]} of the users at half and more" for row in body[:8])
+    drawn = figure(
+        charts.exposure(rows, marks, kind.axis),
+        f"How many users are how exposed: {question}",
+        f"Lines of the share of users at least so exposed, by {kind.axis}. {words}.",
+        f"{words}. Users of all seeds together.",
+        key=key_of(marks),
+        numbers=table(kind.table, header, body, numbers=len(header) - 1),
+    )
+    about = kind.heading if question == COMMUNITY else f"{kind.heading}: {question}"
+    heading = tag("h4" if len(view.settings) > 1 else "h3", about)
+    return [heading, drawn, *_most_exposed(view, setting, question, every, "exposed")]
+
+
+def _most_exposed(view: View, setting: Setting, question: str, every: pl.DataFrame, by: str) -> list[Content]:
+    """The first users by rank without a defense, averaged over seeds, and what the others do for them: to their AUC, or
+    their exposure.
+    """
     reference = view.reference(setting)
     present = every["defense"].unique(maintain_order=True).to_list()
     first = reference if reference in present else present[0]
@@ -233,18 +324,20 @@ def _most_exposed(view: View, setting: Setting, question: str, every: pl.DataFra
     )
     others = [mark.label for mark in view.marks_of(setting) if mark.label in present and mark.label != first]
     others = others[:_MOST_COLUMNS]
-    auc = {(row["defense"], row["user"]): row["auc"] for row in means.join(top, on="user", how="semi").to_dicts()}
+    beside = {(row["defense"], row["user"]): row[by] for row in means.join(top, on="user", how="semi").to_dicts()}
+    show, what = (number, "AUC") if by == "auc" else (percent, "exposed")
     body = [
         [
             row["user"] or "?",
             DASH if row["activity"] is None else f"{row['activity']:,}",
-            number(row["auc"]),
+            *([number(row["auc"])] if by == "auc" else []),
             percent(row["exposed"]),
-            *(number(auc.get((name, row["user"]))) for name in others),
+            *(show(beside.get((name, row["user"]))) for name in others),
         ]
         for row in top.to_dicts()
     ]
-    header = ["user", "activity", f"AUC, {first}", f"exposed, {first}", *(f"AUC, {name}" for name in others)]
+    header = ["user", "activity", *([f"AUC, {first}"] if by == "auc" else []), f"exposed, {first}"]
+    header += [f"{what}, {name}" for name in others]
     caption = (
         f"The {len(body)} most exposed users under “{first}” ({question}), and what the defenses do for them. This "
         "table names users: think before you pass it on."

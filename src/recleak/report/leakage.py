@@ -226,7 +226,7 @@ def _scores(view: View, setting: Setting, rows: Sequence[Row]) -> Html:
         body.append(
             [system.name, attack, role, any_row["vantage"], *cells, *counts, Cell(why, "long" if why else None)]
         )
-    header = ["defense", "attack", "role", "vantage", *map(metric_name, metrics), "users", "seeds", "why not"]
+    header = ["defense", "attack", "role", "vantage", *map(metric_name, metrics), "users", "seeds", "remark"]
     return table("Every score on test users, with its interval", header, body, numbers=len(metrics) + 2, after=1)
 
 

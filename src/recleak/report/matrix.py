@@ -105,11 +105,17 @@ def _cell(scores: pl.DataFrame, verdict: _Row, attack: str, reasons: list[str]) 
     rows = scores.filter(pl.col("defense") == verdict["defense"], pl.col("attack") == attack).to_dicts()
     if not rows or rows[0]["value"] is None:
         reason = str(rows[0]["reason"] or "It was not run.") if rows else "It was not run."
-        if reason not in reasons:
-            reasons.append(reason)
-        return _mark(reasons.index(reason))
+        return _footnote(reason, reasons)
     shown = f"{rows[0]['value']:.3f} [{rows[0]['low']:.3f}, {rows[0]['high']:.3f}]"
-    return f"**{shown}**" if attack == verdict["attack"] else shown
+    shown = f"**{shown}**" if attack == verdict["attack"] else shown
+    return f"{shown} {_footnote(str(rows[0]['reason']), reasons)}" if rows[0]["reason"] else shown
+
+
+def _footnote(reason: str, reasons: list[str]) -> str:
+    """Its mark; a reason that is new is added."""
+    if reason not in reasons:
+        reasons.append(reason)
+    return _mark(reasons.index(reason))
 
 
 def _utility(findings: Findings, verdict: _Row) -> str:

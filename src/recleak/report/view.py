@@ -15,6 +15,7 @@ from recleak.report.charts import Series, series_of
 from recleak.report.markup import NBSP, known
 
 Row = dict[str, Any]
+MEMBERSHIP, COMMUNITY = "membership", "community"
 BASELINES = ("chance", "MostPop", "ItemKNN")
 LEAKS, NOT_FOUND, CANNOT_TELL = "leaks", "not found", "cannot tell"
 
@@ -120,6 +121,15 @@ class View:
         rows = [*self.verdicts, *self.scores]
         return list(dict.fromkeys(row["question"] or "?" for row in rows if system_of(row).setting == setting))
 
+    def kind(self, question: str) -> str:
+        """What is asked: which items are a user's own, an attribute, who is in a community, or who has items of a kind
+        (a mark).
+        """
+        if question in (MEMBERSHIP, COMMUNITY):
+            return question
+        told = {row["metric"] for row in self.scores if row["question"] == question}
+        return "mark" if "accuracy" in told and "macro-f1" not in told else "attribute"
+
     def rows(self, rows: Iterable[Row], setting: Setting, question: str) -> list[Row]:
         """Those of a setting and a question."""
         return [r for r in rows if system_of(r).setting == setting and (r["question"] or "?") == question]
@@ -185,6 +195,16 @@ class View:
         return {name: found[name] for name in BASELINES if name in found}
 
 
+_ACCURACY = {
+    "bound": "share seen (bound)",
+    "accuracy@best": "accuracy, best round by the truth",
+    "accuracy@chosen": "accuracy, round chosen without the truth",
+    "accuracy@10%": "accuracy of the lowest tenth of adversaries",
+    "accuracy@50%": "accuracy of the median adversary",
+    "accuracy@90%": "accuracy of the highest tenth of adversaries",
+}
+
+
 def metric_name(metric: str | None) -> str:
     """A metric as it is spoken.
 
@@ -195,6 +215,8 @@ def metric_name(metric: str | None) -> str:
     if found := re.match(r"tpr\D*([\d.]+) ?(%?)", name, re.IGNORECASE):
         rate = float(found[1]) * (1 if found[2] else 100)
         return f"TPR at {rate:g}{NBSP}% FPR"
+    if name in _ACCURACY:
+        return _ACCURACY[name]
     names = {"auc": "AUC", "f1": "F1", "excess": "AUC beyond a guesser's", "pooled_auc": "AUC over all users"}
     return names.get(name.lower(), name.replace("_", " "))
 
