@@ -169,6 +169,7 @@ def test_cells_say_what_to_measure(apm: Paper) -> None:
         assert ask.get("part", "full") in {"full", "user", "item", "head", "head.1", "head.2"}, name
         assert set(ask) <= {"attack", "attribute", "zeta", "part", "uploads", "noise", "round", "shift", "graded"}, name
         several = ask.get("uploads") == "all" or ask["attack"] == "chain" or name.startswith("rounds/")
+        several &= run["model"] != "lightgcn"  # whose values start within the bound
         assert ("shift" in ask) == (ask["attack"] == "careful" or (several and run["defense"] in CLIPPED)), name
         assert ask["attack"] != "exact" or run["model"] == "feature-gcn", name  # others have no E_U
         assert "noise" not in ask or run["defense"] in {"gaussian", "fednews", "apm"}, name

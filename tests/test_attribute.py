@@ -17,6 +17,7 @@ from recleak.attacks.attribute import (
     MajorityClass,
     Proportional,
     ThroughItems,
+    TrueItems,
     known_labels,
     proportions,
 )
@@ -466,3 +467,23 @@ def test_known_noise_weighs_components() -> None:
     assert FromUpdates().weighed(known, plain) is plain
     with pytest.raises(ConfigError, match="noise is 'loud'"):
         FromUpdates(noise="loud")  # type: ignore[arg-type]
+
+
+# --- what there is to find ---------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_the_chain_that_reads_every_item_right() -> None:
+    """Who is told the own items has what `ThroughItems` has where its items are exact; without them, nothing."""
+    generator = torch.Generator().manual_seed(5)
+    label = torch.randint(2, (CLIENTS,), generator=generator)
+    own = torch.rand(CLIENTS, ITEMS, generator=generator) < 0.2 + 0.3 * (torch.arange(ITEMS) < 9) * label.unsqueeze(1)
+    known = knowledge(label, **{"own items": own.nonzero()})
+    question = WhichAttribute(torch.arange(KNOWN, CLIENTS), "sex", CLASSES)
+    found = TrueItems().answer(known, {}, question)
+    chain = ThroughItems().learner.fit_predict(
+        own[:KNOWN].float().numpy(), label[:KNOWN].numpy(), 2, own[KNOWN:].float().numpy(), 0
+    )
+    torch.testing.assert_close(found, torch.from_numpy(chain).float(), rtol=1e-4, atol=1e-5)
+    assert auc(found[:, 1], label[KNOWN:] == 1) > 0.8
+    with pytest.raises(ConfigError, match="needs `own items`"):
+        TrueItems().answer(knowledge(label), {}, question)

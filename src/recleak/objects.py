@@ -91,6 +91,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "from-representations": "recleak.attacks.representation:FromRepresentations",
         "known-columns": "recleak.attacks.attribute:KnownColumns",
         "through-items": "recleak.attacks.attribute:ThroughItems",
+        "true-items": "recleak.attacks.attribute:TrueItems",
         "majority": "recleak.attacks.attribute:MajorityClass",
         "proportional": "recleak.attacks.attribute:Proportional",
         "from-lists": "recleak.attacks.audience:FromLists",

@@ -92,11 +92,11 @@ def tables(audits: Sequence[Audited], references: Mapping[int, int]) -> dict[str
 
 
 def _scores(audited: Audited) -> Rows:
-    return [row for each in audited.of_kind("attack", "null") for row in _scores_of(audited, each)]
+    return [row for each in audited.of_kind("attack", "null", "reference") for row in _scores_of(audited, each)]
 
 
 def _scores_of(audited: Audited, each: Attacked) -> Rows:
-    role = "null" if each.ask.kind == "null" else "attack"
+    role = each.ask.kind if each.ask.kind in ("null", "reference") else "attack"
     key = {"question": each.ask.question, "attack": each.ask.name, "role": role, "vantage": each.vantage}
     if each.reason is not None:
         return [{**key, "metric": "auc", **nothing(), "reason": each.reason}]
