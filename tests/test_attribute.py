@@ -54,7 +54,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-# --- what a defense does by itself ---------------------------------------------------------------------------------------
+# --- what a defense does by itself ------------------------------------------------------------------------------------
 
 
 def clipped(still: Tensor, moved: Update, bound: float = 0.5) -> Update:
@@ -83,14 +83,17 @@ def test_what_clipping_does_to_everybody_is_taken_away(rounds: Any) -> None:
     sent.values["user.encoder"] = (received["user.encoder"].clamp(-0.5, 0.5) - received["user.encoder"]).repeat(3, 1, 1)
     found = {}
     for shift in ("known", "ignored"):
-        attack = FromUpdates(learner=Logistic(), rounds=rounds, shift=shift)  # type: ignore[arg-type]
+        attack = FromUpdates(learner=Logistic(), rounds=rounds, shift=shift)
         state = attack.init(known)
         for message in (Broadcast(0, received), Upload(0, sent, torch.ones(3))):
             state = attack.fold(known, state, message)
         found[shift] = attack.read(state)[1]
     assert found["known"][:2].abs().max() < 1e-6
     assert found["ignored"][:2].abs().max() > 0.5
-    value = clipped(received["item"], moved).rows["item"][3:] - clipped(received["item"], moved_nothing(moved)).rows["item"][3:]
+    value = (
+        clipped(received["item"], moved).rows["item"][3:]
+        - clipped(received["item"], moved_nothing(moved)).rows["item"][3:]
+    )
     got = found["known"][2, FEATURES * FACTORS : -1].view(ITEMS, FACTORS)
     torch.testing.assert_close(got[item[3:]], value)
     assert got[[1, 7]].abs().max() == 0  # it did not send these
@@ -469,7 +472,7 @@ def test_known_noise_weighs_components() -> None:
         FromUpdates(noise="loud")  # type: ignore[arg-type]
 
 
-# --- what there is to find ---------------------------------------------------------------------------------------------
+# --- what there is to find --------------------------------------------------------------------------------------------
 
 
 def test_the_reference_is_the_chain_that_reads_every_item_right() -> None:
@@ -477,7 +480,8 @@ def test_the_reference_is_the_chain_that_reads_every_item_right() -> None:
     generator = torch.Generator().manual_seed(5)
     label = torch.randint(2, (CLIENTS,), generator=generator)
     own = torch.rand(CLIENTS, ITEMS, generator=generator) < 0.2 + 0.3 * (torch.arange(ITEMS) < 9) * label.unsqueeze(1)
-    known = knowledge(label, **{"own items": own.nonzero()})
+    known = knowledge(label)
+    known = replace(known, public={**known.public, "own items": own.nonzero()})
     question = WhichAttribute(torch.arange(KNOWN, CLIENTS), "sex", CLASSES)
     found = TrueItems().answer(known, {}, question)
     chain = ThroughItems().learner.fit_predict(

@@ -168,7 +168,7 @@ def test_reductions_keep_distances() -> None:
 
 
 def in_parts(n: int = 240, signal: float = 1.0, classes: int = 2) -> tuple[Rows, NDArray[np.int64]]:
-    """Rows of `PARTS`, in which small numbers of the user part tell the class, beside a large table that says nothing."""
+    """Rows of `PARTS`, in which small numbers of the user part tell the class, beside a large table of noise."""
     rng = np.random.default_rng(4)
     label = rng.choice(classes, n, p=[0.8, *[0.2 / (classes - 1)] * (classes - 1)])
     rows = rng.normal(size=(n, sum(width for _, width in PARTS)))
@@ -216,7 +216,9 @@ def test_turned_rows_have_the_same_products() -> None:
     one, other = 0, 0
     for (_, wide), (_, narrow) in zip(PARTS, parts, strict=True):
         mine, theirs = rows[:, one : one + wide], found[:, other : other + narrow]
-        np.testing.assert_allclose(theirs @ theirs.T, mine @ mine.T, rtol=1e-3, atol=1e-3 * np.square(mine).sum(1).max())
+        np.testing.assert_allclose(
+            theirs @ theirs.T, mine @ mine.T, rtol=1e-3, atol=1e-3 * np.square(mine).sum(1).max()
+        )
         one, other = one + wide, other + narrow
 
 

@@ -46,4 +46,3 @@ def measured_leak(
         chance = cross_validated(learner or Network(), rows, label, classes, seed, folds)
         leak[name] = float(auc_values(chance, label).mean()) - 0.5
     return leak
-

@@ -242,7 +242,7 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
 
 
 def _by_layer(asks: Sequence[Ask], system: System) -> list[Ask]:
-    """The attacks on the head of uploads, on each layer of the system's model by itself: what noise by layer goes by."""
+    """The attacks on the head of uploads, on each layer of the system's model alone: what noise by layer goes by."""
     whole = [ask for ask in asks if ask.role == "head"]
     layers = layers_of(system.settings["model"]) if whole else []
     return [replace(ask, role=layer) for ask in whole for layer in layers]

@@ -5,8 +5,8 @@ Under binary cross-entropy a step moves the row q_i of an item with label y_i an
     - rate (sigmoid(z_i) - y_i) g_i,    g_i = d z_i / d q_i,
 
 that is along g_i for an own item and against it for a negative, whatever the optimizer makes of the length (Adam scales
-coordinates, and keeps their signs). What a known defense does to rows that nobody trains, such as clipping their values,
-is taken away first (`attacks.shift`). The server has sent the model, so it can compute g_i for every row that an upload
+coordinates, and keeps their signs). What a known defense does to rows that nobody trains, such as a clip of values, is
+taken away first (`attacks.shift`). The server has sent the model, so it can compute g_i for every row that an upload
 touches and project the row's movement onto it. What it lacks is the client's own vector. In a perceptron that vector
 only decides which units are on; zero does well. Where g_i is proportional to it (inner products) all rows move along
 one line: the first principal direction of the movements is that line, and the side of the fewer rows is that of the

@@ -151,8 +151,8 @@ class FromUpdates(RowPerClient):
 
     The defaults are those that told most in one run on MovieLens-100K (12 rounds, one seed; picked on the users whom it
     was graded on, so not a careful choice): all participations, rows of length 1, 50 principal components. There
-    `learner=Logistic()` was quicker than APM's network and as strong. `learner=Careful()` chooses part, scale and learner
-    on the known users.
+    `learner=Logistic()` was quicker than APM's network and as strong. `learner=Careful()` chooses part, scale and
+    learner on the known users.
     noise: "known" divides each component by the standard deviation of the noise that the defense in force puts on it,
     so that a reduction to the directions of the largest variance finds those that stand out of the noise. What is kept
     of uploads is the same as without it.
@@ -367,15 +367,15 @@ class ThroughItems:
         return by_learner(knowledge, question, seen, rows, self.learner, self.seed)
 
 
-# --- what there is to find ---------------------------------------------------------------------------------------------
+# --- what there is to find --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrueItems:
     """What the true interactions tell to the reader of the chain: a reference beside attacks, and no attack.
 
-    It needs `own items`, i64[n, 2] of a client and an item, in the public knowledge: **no adversary has them**. Who holds
-    the truth, such as an audit, hands them over. What `ThroughItems` lacks to it is what hides the interactions; a
+    It needs `own items`, i64[n, 2] of a client and an item, in the public knowledge: **no adversary has them**. Who
+    holds the truth, such as an audit, hands them over. What `ThroughItems` lacks to it is what hides the interactions; a
     better reader may tell more.
     """
 

@@ -57,14 +57,14 @@ class Preparation:
 
     scale "standard": every column gets mean 0 and variance 1 (a constant one becomes 0). "unit": every row gets length
     1, then columns get mean 0: so that a heavy user is like a light one with the same tastes. "parts": the same for
-    each of the `parts` of a row by itself, and all parts get the same total variance: so that a table of 100,000 numbers
-    does not drown a matrix of 2,000 (one without a variance becomes 0). "none": as they are.
+    each of the `parts` of a row by itself, and all parts get the same total variance: so that a table of 100,000
+    numbers does not drown a matrix of 2,000 (one without a variance becomes 0). "none": as they are.
     reduce "pca": the `dimensions` directions of the largest variance. "random": as many random directions (Gaussian;
     Johnson and Lindenstrauss 1984). "none": all columns stay. Reduced columns have a mean variance of 1.
 
     The defaults are those that told most in one run on MovieLens-100K, far from trained, for a network and for a
     logistic regression, with a hundred or two labelled users and 100,000 columns; they were picked on the graded users.
-    Whether they are best for other learners, or for a trained model, was not measured. `Careful` picks on labelled users.
+    Whether they are best for other learners, or for a trained model, was not measured; `Careful` picks by itself.
     """
 
     scale: Scale = "unit"
@@ -408,9 +408,7 @@ class GaussianProcess(Prepared):
 # --- the careful one --------------------------------------------------------------------------------------------------
 
 
-def cross_validated(
-    learner: Learner, x: _Rows, label: _Ints, classes: int, seed: int, folds: int = 5
-) -> _Floats:
+def cross_validated(learner: Learner, x: _Rows, label: _Ints, classes: int, seed: int, folds: int = 5) -> _Floats:
     """Probabilities of labelled users, each from a learner that was fitted to those of other folds, f64[k, K].
 
     Users of a class are dealt out to the folds in a random order.
@@ -456,8 +454,8 @@ class Careful:
         wrong = [scale for scale in self.scales if scale not in ("unit", "parts")]
         if wrong or not self.scales or not self.learners:
             raise ConfigError(
-                f"Got scales={list(self.scales)} and {len(self.learners)} learners, expected some of 'unit' and 'parts' "
-                "(a scale of single columns would not survive the turn) and at least one learner."
+                f"Got scales={list(self.scales)} and {len(self.learners)} learners, expected some of 'unit' and "
+                "'parts' (a scale of single columns would not survive the turn) and at least one learner."
             )
         if self.folds < 2:
             raise ConfigError(f"folds is {self.folds}, expected at least 2.")
@@ -529,8 +527,9 @@ def _macro_f1(guess: _Ints, label: _Ints) -> float:
 def _evened(chance: _Floats, share: _Floats, power: float) -> _Floats:
     """Probabilities divided by a power of the classes' shares; a class that nobody has keeps 0."""
     weight = np.divide(1.0, share**power, out=np.zeros_like(share), where=share > 0)
-    weighed: _Floats = chance * weight
-    return weighed / np.maximum(weighed.sum(axis=1, keepdims=True), _TINY)
+    weighed = chance * weight
+    even: _Floats = weighed / np.maximum(weighed.sum(axis=1, keepdims=True), _TINY)
+    return even
 
 
 def _fitted(estimator: Any, x: _Rows, code: _Ints, others: _Rows) -> _Floats:

@@ -145,7 +145,9 @@ def _matrix(view: View, setting: Setting, question: str) -> list[Content]:
         return []
     names: list[Content | Cell] = ["defense", *map(breakable, attacks)]
     names += [
-        Cell(tag("i", breakable(each)) if each in truths else breakable(each), "apart" if not place and attacks else None)
+        Cell(
+            tag("i", breakable(each)) if each in truths else breakable(each), "apart" if not place and attacks else None
+        )
         for place, each in enumerate(nulls)
     ]
     body = []

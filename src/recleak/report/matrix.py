@@ -52,8 +52,8 @@ def markdown(findings: Findings) -> str:
         level = round(100 * findings.about["level"])
         lines += [
             "",
-            f"AUC with {level} % intervals; in italics who guesses{_TRUTH if references else ''}; bold the attack chosen "
-            "on validation users.",
+            f"AUC with {level} % intervals; in italics who guesses{_TRUTH if references else ''}; "
+            "bold the attack chosen on validation users.",
         ]
         lines += [f"{_mark(place)} {reason}" for place, reason in enumerate(reasons)]
         parts.append("\n".join([*lines, ""]))
