@@ -504,3 +504,23 @@ def test_the_noise_on_a_component_is_what_is_added() -> None:
             assert every.std().item() == pytest.approx(defense.noise(name), rel=0.1)
     assert Chain((GaussianNoise(3.0), LaplaceNoise({"item": 4 / sqrt(2)}))).noise("item") == pytest.approx(5.0)
     assert Defense().noise("item") == 0
+
+
+@pytest.mark.parametrize("moment", ["epoch", "upload"])
+def test_the_shift_is_what_leaves_a_client_that_changed_nothing(moment: Moment) -> None:
+    """With next to no noise, of values most of which are beyond the bound; what follows in a chain adds its own."""
+    update = with_received(zeros_like(example_update(components=PARTS)), PARTS, scale=2.0)
+    levels = dict.fromkeys(LEVELS, 3.0)
+    defense = AdaptiveNoise(levels, epsilon_max=1e9, bound=0.5, moment=moment, rows="touched")
+    for whole in (defense, Chain((defense, replace(defense, bound=0.25)))):
+        hook = whole.upload if moment == "upload" else whole.epoch
+        sent = hook(update, Streams.simulated(0, 0, update.client))
+        for name in update.names():
+            shift = whole.shift(name, update.received[name])
+            assert shift is not None
+            row = update.item if name in update.rows else update.client if name == "user" else None
+            expected = shift.expand_as(sent.values[name]) if row is None else shift[row]
+            got = sent.rows[name] if name in update.rows else sent.values[name]
+            torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+            assert got.abs().max() > 0.5
+    assert Chain((ClipByNorm(1.0), GaussianNoise(1.0))).shift("item", torch.ones(3)) is None

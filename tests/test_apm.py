@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from recleak.attacks.attribute import learner_of_items
+from recleak.attacks.learners import Careful, Logistic
 from recleak.data.features import classes_of
 from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian
 from recleak.errors import ConfigError, NotFoundError
+from recleak.metrics.linearized import auc_values
 from recleak.models.components import FanIn, Normal
 from recleak.papers import apm
 
@@ -103,6 +107,47 @@ def test_another_round_can_be_attacked() -> None:
     assert early.metrics["auc"].mean() > 0.99
 
 
+def test_what_needs_no_upload_needs_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ceiling is the reader of the chain on the true interactions of all who have any."""
+    monkeypatch.setattr(apm, "_train", lambda *_: pytest.fail("trained"))
+    who: dict[str, apm.Scalar] = {"attribute": "gender", "zeta": 0.2}
+    asks: list[dict[str, apm.Scalar]] = [{"attack": name, **who} for name in ("true-items", "interactions", "majority")]
+    run = {**RUN, "defense": "none"}
+    found = list(apm.measure(run, asks, variant="as-written", seed=0, threads=1))
+    ceiling, reduced = (one.metrics["auc"].mean() for one in found[:2])
+    assert ceiling != reduced
+    assert found[2].metrics["auc"].mean() == 0.5
+    made = apm.setting(run, "as-written", 0)
+    label, names = classes_of(made.train, "gender")
+    known = made.known(0.2)
+    graded = np.setdiff1d(made.attacked, known)
+    others = np.setdiff1d(np.arange(943), known)  # all have items, and all are seen by who listens long enough
+    rows = made.train.matrix().toarray().astype(np.float32)
+    told = learner_of_items().fit_predict(rows[np.sort(known)], label[np.sort(known)], 2, rows[others], 0)
+    expected = auc_values(told[np.searchsorted(others, graded)], label[graded]).mean()
+    assert ceiling == pytest.approx(expected, abs=1e-6)
+    assert [len(names), *found[0].metrics] == [2, "macro-f1", "micro-f1", "auc"]
+
+
+def test_the_attacker_can_ask_the_users_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them guessed from the others; and who is careful reads the same uploads without what the clip does."""
+    monkeypatch.setattr(apm, "SHARE", {"ml-100k": 0.3})
+    monkeypatch.setattr(apm, "Careful", partial(Careful, learners=(Logistic(),)))
+    who: dict[str, apm.Scalar] = {"attribute": "gender", "zeta": 0.3, "part": "user", "round": "first"}
+    asks: list[dict[str, apm.Scalar]] = [
+        {"attack": "svc", "graded": "known", **who},
+        {"attack": "svc", **who},
+        {"attack": "careful", "shift": "known", **who},
+    ]
+    run = {**RUN, "defense": "apm"}
+    made = apm.setting(run, "section-5.7", 0)
+    known, others, careful = apm.measure(run, asks, variant="section-5.7", seed=0, threads=1)
+    assert len(known.metrics["auc"]) == len(made.known(0.3))
+    assert len(others.metrics["auc"]) == len(careful.metrics["auc"]) == len(made.attacked) - len(made.known(0.3))
+    plain, taken = (dict(apm._evidence(made, ask))[apm._key(ask)] for ask in asks[1:])
+    assert (plain.shift, taken.shift) == ("ignored", "known")
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("defense", ["none", "apm", "f-gerai"])
 def test_every_ask_has_its_answer(defense: str) -> None:
@@ -113,6 +158,7 @@ def test_every_ask_has_its_answer(defense: str) -> None:
         {"attack": "svc", "part": "user", **who},
         {"attack": "gbt", "part": "full", "uploads": "all", "noise": "known", **who},
         *({"attack": name, **who} for name in ("exact", "chain", "random", "proportional", "majority", "interactions")),
+        {"attack": "true-items", **who},
     ]
     found = list(apm.measure({**RUN, "defense": defense}, asks, variant="as-written", seed=0, threads=1))
     assert len(found) == len(asks)

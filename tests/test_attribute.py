@@ -17,13 +17,16 @@ from recleak.attacks.attribute import (
     MajorityClass,
     Proportional,
     ThroughItems,
+    TrueItems,
     known_labels,
     proportions,
 )
 from recleak.attacks.base import Knowledge, WhichAttribute
 from recleak.attacks.learners import Logistic, Network
 from recleak.attacks.membership import AllPositive
+from recleak.attacks.rows import seen_rows
 from recleak.data.synthetic import Synthetic
+from recleak.defenses.adaptive_noise import AdaptiveNoise
 from recleak.defenses.base import Defense
 from recleak.defenses.noise import GaussianNoise
 from recleak.errors import ConfigError
@@ -49,6 +52,60 @@ def _one_thread() -> Iterator[None]:
     """Tensors are small here: threads that wait for each other take most of the time."""
     with one_thread():
         yield
+
+
+# --- what a defense does by itself ------------------------------------------------------------------------------------
+
+
+def clipped(still: Tensor, moved: Update, bound: float = 0.5) -> Update:
+    """What a client sends whose values are clipped, number by number; `still` has all that was broadcast, f32[I, d]."""
+    rows, name = moved.rows["item"].clone(), "item"
+    for place, item in enumerate(moved.item.tolist()):
+        for at in range(FACTORS):
+            value = float(still[item, at] + moved.rows[name][place, at])
+            rows[place, at] = min(max(value, -bound), bound) - float(still[item, at])
+    return replace(moved, rows={name: rows})
+
+
+@pytest.mark.parametrize("rounds", ["all", "last", 0])
+def test_what_clipping_does_to_everybody_is_taken_away(rounds: Any) -> None:
+    """Of who changed nothing, nothing is left; without it, the row of a first round is the broadcast's."""
+    defense = AdaptiveNoise(levels={"user": 0, "item": 0, "head": 0}, moment="upload", rows="touched")
+    known = replace(knowledge(torch.tensor([0, 1, 0])), defense=defense)
+    generator = torch.Generator().manual_seed(3)
+    received = {"item": 2 * torch.randn(ITEMS, FACTORS, generator=generator), "head.bias": torch.tensor(2.0)}
+    received["user.encoder"] = torch.randn(FEATURES, FACTORS, generator=generator)
+    item, offset = torch.tensor([1, 4, 7, 2, 4]), torch.tensor([0, 3, 3, 5])
+    moved = Update(torch.arange(3), {}, {"item": torch.zeros(5, FACTORS)}, item, offset, ITEMS)
+    moved.rows["item"][3:] = torch.randn(2, FACTORS, generator=generator)  # the last client alone trained
+    sent = clipped(received["item"], moved)
+    sent.values["head.bias"] = torch.full((3,), -1.5)  # 2 is clipped to 0.5 for all
+    sent.values["user.encoder"] = (received["user.encoder"].clamp(-0.5, 0.5) - received["user.encoder"]).repeat(3, 1, 1)
+    found = {}
+    for shift in ("known", "ignored"):
+        attack = FromUpdates(learner=Logistic(), rounds=rounds, shift=shift)
+        state = attack.init(known)
+        for message in (Broadcast(0, received), Upload(0, sent, torch.ones(3))):
+            state = attack.fold(known, state, message)
+        found[shift] = attack.read(state)[1]
+    assert found["known"][:2].abs().max() < 1e-6
+    assert found["ignored"][:2].abs().max() > 0.5
+    value = (
+        clipped(received["item"], moved).rows["item"][3:]
+        - clipped(received["item"], moved_nothing(moved)).rows["item"][3:]
+    )
+    got = found["known"][2, FEATURES * FACTORS : -1].view(ITEMS, FACTORS)
+    torch.testing.assert_close(got[item[3:]], value)
+    assert got[[1, 7]].abs().max() == 0  # it did not send these
+    exact = KnownColumns(rounds=rounds)
+    state = exact.init(known)
+    for message in (Broadcast(0, received), Upload(0, sent, torch.ones(3))):
+        state = exact.fold(known, state, message)
+    assert seen_rows(state)[1].abs().max() < 1e-6
+
+
+def moved_nothing(moved: Update) -> Update:
+    return replace(moved, rows={"item": torch.zeros_like(moved.rows["item"])})
 
 
 # --- the contract -----------------------------------------------------------------------------------------------------
@@ -413,3 +470,24 @@ def test_known_noise_weighs_components() -> None:
     assert FromUpdates().weighed(known, plain) is plain
     with pytest.raises(ConfigError, match="noise is 'loud'"):
         FromUpdates(noise="loud")  # type: ignore[arg-type]
+
+
+# --- what there is to find --------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_the_chain_that_reads_every_item_right() -> None:
+    """Who is told the own items has what `ThroughItems` has where its items are exact; without them, nothing."""
+    generator = torch.Generator().manual_seed(5)
+    label = torch.randint(2, (CLIENTS,), generator=generator)
+    own = torch.rand(CLIENTS, ITEMS, generator=generator) < 0.2 + 0.3 * (torch.arange(ITEMS) < 9) * label.unsqueeze(1)
+    known = knowledge(label)
+    known = replace(known, public={**known.public, "own items": own.nonzero()})
+    question = WhichAttribute(torch.arange(KNOWN, CLIENTS), "sex", CLASSES)
+    found = TrueItems().answer(known, {}, question)
+    chain = ThroughItems().learner.fit_predict(
+        own[:KNOWN].float().numpy(), label[:KNOWN].numpy(), 2, own[KNOWN:].float().numpy(), 0
+    )
+    torch.testing.assert_close(found, torch.from_numpy(chain).float(), rtol=1e-4, atol=1e-5)
+    assert auc(found[:, 1], label[KNOWN:] == 1) > 0.8
+    with pytest.raises(ConfigError, match="needs `own items`"):
+        TrueItems().answer(knowledge(label), {}, question)

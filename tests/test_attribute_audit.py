@@ -14,6 +14,7 @@ from recleak.data.synthetic import Synthetic
 from recleak.errors import ConfigError, NotFoundError
 from recleak.experiment import experiment
 from recleak.findings import Findings
+from recleak.report.matrix import markdown
 from recleak.runs import audit_run
 
 
@@ -65,7 +66,14 @@ def test_the_exact_leak_is_found_beside_its_nulls(whole: tuple[Findings, Path]) 
     assert verdict["secure-aggregation", "gender"]["verdict"] == "not measured"
     assert verdict["perturbed-features epsilon 5.0", "gender"]["value"] < 0.9
     rows = findings.scores.filter((pl.col("question") == "gender") & (pl.col("defense") == "none"))
-    assert set(rows["attack"]) == {"AIA", "known-columns", "majority", "proportional"}
+    assert set(rows["attack"]) == {"AIA", "known-columns", "majority", "proportional", "true interactions"}
+    roles = dict(rows.select("attack", "role").unique().iter_rows())
+    assert roles["true interactions"] == "reference", "neither a rival of attacks nor what they have to beat"
+    assert {roles[name] for name in ("majority", "proportional")} == {"null"}
+    told = findings.scores.filter((pl.col("attack") == "true interactions") & (pl.col("metric") == "auc"))
+    by_defense = dict(told.select("defense", "value").iter_rows())
+    assert by_defense["none"] == by_defense["perturbed-features epsilon 5.0"], "interactions are what they are"
+    assert "| *majority* | *proportional* | *true interactions* |" in markdown(findings)
     assert set(rows["metric"]) == {"auc", "macro-f1", "accuracy"}
     constant = rows.filter((pl.col("attack") == "majority") & (pl.col("metric") == "auc"))
     assert constant["value"].to_list() == [0.5]
@@ -85,6 +93,7 @@ def test_components_and_users(whole: tuple[Findings, Path]) -> None:
     assert (exact["exposed"] > 0.999).sum() > 0.9 * len(exact), "but for who moved nothing"
     page = findings.report(folder / "report.html").read_text(encoding="utf-8")
     assert "Leakage by component: gender" in page
+    assert "<i>true interactions</i>" in page
 
 
 @pytest.mark.heavy

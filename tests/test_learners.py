@@ -14,6 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from recleak.attacks.learners import (
     Bayes,
     Boosting,
+    Careful,
     GaussianProcess,
     Learner,
     Logistic,
@@ -23,6 +24,9 @@ from recleak.attacks.learners import (
     Reduce,
     Svc,
     Tree,
+    cross_validated,
+    of_parts,
+    turned,
 )
 from recleak.errors import ConfigError
 
@@ -35,7 +39,9 @@ LEARNERS: dict[str, Learner] = {
     "boosting": Boosting(trees=30),
     "bayes": Bayes(),
     "process": GaussianProcess(),
+    "careful": Careful(learners=(Logistic(), Svc())),
 }
+PARTS = (("user.encoder", 40), ("item", 3000), ("head.1", 20), ("head.2", 20))
 Rows = NDArray[np.float32]
 
 
@@ -88,6 +94,8 @@ def test_the_same_call_gives_the_same_bits_and_no_warning(name: str) -> None:
         warnings.simplefilter("error")
         first, second = (LEARNERS[name].fit_predict(rows[:23], label[:23], 2, rows[23:], 7) for _ in range(2))
     assert np.array_equal(first, second)
+    if name == "careful":  # prepares rows by itself, with all of them
+        return
     plain = replace(LEARNERS[name], prepare=Preparation("standard", "none"))  # type: ignore[type-var]
     order = np.random.default_rng(0).permutation(47)
     first, again = (plain.fit_predict(rows[:23], label[:23], 2, rows[23:][at], 7) for at in (np.arange(47), order))
@@ -159,9 +167,105 @@ def test_reductions_keep_distances() -> None:
     assert not np.array_equal(found, other)
 
 
+def in_parts(n: int = 240, signal: float = 1.0, classes: int = 2) -> tuple[Rows, NDArray[np.int64]]:
+    """Rows of `PARTS`, in which small numbers of the user part tell the class, beside a large table of noise."""
+    rng = np.random.default_rng(4)
+    label = rng.choice(classes, n, p=[0.8, *[0.2 / (classes - 1)] * (classes - 1)])
+    rows = rng.normal(size=(n, sum(width for _, width in PARTS)))
+    rows[:, :40] = 0.01 * (rows[:, :40] + signal * np.random.default_rng(9).normal(size=(classes, 40))[label])
+    return rows.astype(np.float32), label
+
+
+def test_parts_are_scaled_by_themselves() -> None:
+    """Each is what "unit" makes of it alone, at a total variance of 1, whatever the sizes are; a still one is zero."""
+    rows, _ = in_parts(30)
+    rows[:, -20:] = 3.0
+    found = Preparation("parts", "none", parts=PARTS).together(rows.copy(), 0)
+    start = 0
+    for _, width in PARTS[:-1]:
+        alone = Preparation("unit", "none").together(rows[:, start : start + width].copy(), 0)
+        part = found[:, start : start + width]
+        assert np.square(part).sum() / len(part) == pytest.approx(1, rel=1e-4)
+        np.testing.assert_allclose(part, alone / np.sqrt(np.square(alone).sum() / len(alone)), rtol=1e-3, atol=1e-6)
+        start += width
+    assert not found[:, -20:].any()
+    whole = Preparation("parts", "none").together(rows.copy(), 0)  # nobody said which parts there are
+    alone = Preparation("unit", "none").together(rows.copy(), 0)
+    np.testing.assert_allclose(whole, alone / np.sqrt(np.square(alone).sum() / 30), rtol=1e-3, atol=1e-6)
+    with pytest.raises(ValueError, match="parts of 5 columns in rows of 3080"):
+        Preparation("parts", parts=(("a", 5),)).together(rows, 0)
+
+
+def test_a_small_part_is_not_drowned_by_a_large_one() -> None:
+    rows, label = in_parts()
+    drowned, even = (
+        of_parts(Logistic(prepare=Preparation(scale)), PARTS).fit_predict(rows[:80], label[:80], 2, rows[80:], 0)
+        for scale in ("unit", "parts")
+    )
+    yes = label[80:] == 1
+    assert auc(drowned[:, 1], yes) < 0.7
+    assert auc(even[:, 1], yes) > 0.9
+    assert of_parts(Careful(), PARTS).parts == PARTS  # type: ignore[attr-defined]
+    assert of_parts(Logistic(), PARTS) == Logistic()
+
+
+def test_turned_rows_have_the_same_products() -> None:
+    rows, _ = in_parts(30)
+    found, parts = turned(rows, PARTS)
+    assert parts == (("user.encoder", 30), ("item", 30), ("head.1", 20), ("head.2", 20))
+    one, other = 0, 0
+    for (_, wide), (_, narrow) in zip(PARTS, parts, strict=True):
+        mine, theirs = rows[:, one : one + wide], found[:, other : other + narrow]
+        np.testing.assert_allclose(
+            theirs @ theirs.T, mine @ mine.T, rtol=1e-3, atol=1e-3 * np.square(mine).sum(1).max()
+        )
+        one, other = one + wide, other + narrow
+
+
+def test_who_is_careful_finds_the_part_that_tells() -> None:
+    rows, label = in_parts()
+    chance = Careful(parts=PARTS, learners=(Logistic(), Svc())).fit_predict(rows[:80], label[:80], 2, rows[80:], 0)
+    yes = label[80:] == 1
+    assert auc(chance[:, 1], yes) > 0.95
+    plain = Logistic().fit_predict(rows[:80], label[:80], 2, rows[80:], 0)
+    assert auc(plain[:, 1], yes) < 0.7
+    blind = Careful(learners=(Logistic(),))  # all in one
+    assert auc(blind.fit_predict(rows[:80], label[:80], 2, rows[80:], 0)[:, 1], yes) < 0.8
+
+
+def test_who_is_careful_does_not_forget_rare_classes() -> None:
+    """Where a learner guesses the frequent class for nearly all, whose macro-F1 is that of a constant."""
+    rows, label = in_parts(400, signal=0.25)
+    known, others = label[:150], label[150:]
+    careful = Careful(parts=PARTS, learners=(Logistic(C=0.1),), scales=("unit",))
+    plain = Logistic(C=0.1, prepare=Preparation("unit", "pca"))
+    mine = rows[:, :40]
+    rare = plain.fit_predict(mine[:150], known, 2, mine[150:], 0).argmax(1)
+    found = careful.fit_predict(rows[:150], known, 2, rows[150:], 0).argmax(1)
+    assert (rare == 1).mean() < 0.02
+    assert (found == 1).mean() > 0.1
+    assert ((found == 1) & (others == 1)).sum() > 0.4 * (others == 1).sum()
+
+
+def test_nobody_is_guessed_by_who_saw_the_answer() -> None:
+    """Each user has a column that says its class to who saw it, and nothing of anybody else."""
+    label = np.arange(60) % 2
+    rows = (np.eye(60) * (2 * label - 1)).astype(np.float32)
+    plain = Logistic(C=100.0, prepare=Preparation("none", "none"))
+    assert np.array_equal(plain.fit_predict(rows, label, 2, rows, 0).argmax(1), label)
+    found = cross_validated(plain, rows, label, 2, 0)
+    np.testing.assert_allclose(found, 0.5, atol=1e-3)
+    assert np.array_equal(found, cross_validated(plain, rows, label, 2, 0))
+    np.testing.assert_allclose(cross_validated(plain, rows[:1], label[:1], 2, 0), 0.5)
+
+
 def test_what_cannot_be_is_refused() -> None:
     rows, label = np.zeros((10, 3), np.float32), np.zeros(10, np.int64)
-    with pytest.raises(ConfigError, match="scale is 'sigma', expected one of none, standard, unit"):
+    with pytest.raises(ConfigError, match=r"Got scales=\['standard'\] and 3 learners"):
+        Careful(scales=("standard",))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="folds is 1"):
+        Careful(folds=1)
+    with pytest.raises(ConfigError, match="scale is 'sigma', expected one of none, standard, unit, parts"):
         Preparation(scale="sigma")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="dimensions is 0"):
         Preparation(dimensions=0)

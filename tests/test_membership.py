@@ -557,6 +557,32 @@ def test_which_rounds_count() -> None:
         assert dict(enumerate(state["participations"].tolist())) == {c: reads.get(c, 0) for c in range(USERS)}
 
 
+@dataclass(frozen=True)
+class Moves(Defense):
+    """Takes a fifth of every number that is received, whatever the client does."""
+
+    def shift(self, component: str, received: Tensor) -> Tensor:
+        return -0.2 * received
+
+
+def test_what_a_known_defense_does_to_everybody_is_not_read() -> None:
+    """The projection of an upload that it moved is that of the upload before; the head's values stay as they are."""
+    knowledge, received, update, _ = first_round()
+    attack, known = GradientAlignment(shadow_rows=0), replace(knowledge, defense=Moves())
+    moved = replace(update, rows={"item": update.rows["item"] - 0.2 * received["item"][update.item]})
+    expected, own = attack.evidence(knowledge, received, update, 0)
+    odds, same = attack.evidence(known, received, moved, 0)
+    torch.testing.assert_close(odds, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(same, own)
+    blind, _ = attack.evidence(knowledge, received, moved, 0)
+    assert not torch.allclose(blind, expected, rtol=0.1, atol=0.1)
+    every = update.with_all_rows().select(torch.tensor([0]))
+    shifted = replace(every, rows={"item": every.rows["item"] - 0.2 * received["item"]})
+    expected, _ = AlignmentOfSums().evidence(knowledge, received, every, 5, 0)
+    odds, _ = AlignmentOfSums().evidence(known, received, shifted, 5, 0)
+    torch.testing.assert_close(odds, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_an_answer_is_calibrated_and_zero_where_nothing_was_seen() -> None:
     knowledge, _ = three_rounds()
     attack = GradientAlignment(shadow_rows=0, participation="all")

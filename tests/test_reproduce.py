@@ -188,6 +188,17 @@ def test_a_row_may_ask_for_something_else_where_columns_ask_for_it(fake: Path) -
     assert found["1/null/a/guess"].ask == {"measure": "utility", "attack": "guess"}
 
 
+def test_some_cells_of_a_table_may_ask_for_something_else_or_not_be(fake: Path) -> None:
+    """By what their runs and asks are: a row and a column that are printed cross there all the same."""
+    given = 'changes = [{ where = { model = ["l"], data = ["a"] }, ask = { shift = "known" } }, { where = WITHOUT } ]'
+    changes = given.replace("WITHOUT", '{ model = ["s"], data = ["b", "c"] }')
+    (fake / "fake.toml").write_text(PAPER.replace("rows = [", f"{changes}\nrows = [", 1))
+    found = base.load(str(fake / "fake.toml")).cells
+    assert found["1/l/a"].ask == {"measure": "utility", "shift": "known"}
+    assert {found[name].ask.get("shift") for name in ("1/s/a", "1/l/b")} == {None}
+    assert "1/s/b" not in found
+
+
 def test_data_that_not_everybody_has(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs without data are left out and said, not failed; their cells say so, and are blank."""
     text = PAPER.replace('data = "b"', 'data = "taobao"').replace('"b"', '"taobao"')

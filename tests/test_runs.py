@@ -33,7 +33,7 @@ from recleak.errors import ConfigError
 from recleak.experiment import experiment
 from recleak.findings import Findings, FindingsError
 from recleak.protocols.federated import train_federated
-from recleak.runs import RunError, audit_run
+from recleak.runs import RunError, _Plan, audit_run, layers_of
 from recleak.training.state import CheckpointError, locked
 from recleak.wire import Broadcast, Server, ServerMessage
 
@@ -151,6 +151,34 @@ def test_parts_and_ledger(whole: tuple[Findings, Path]) -> None:
     assert ledger["none"]["composed"] is None
     assert ledger["none"]["canaries"] > 20
     assert "touched" in ledger["gaussian-noise std 1.0"]["words"] or "rows" in ledger["gaussian-noise std 1.0"]["words"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({"use": "ncf"}, ["head.1", "head.2", "head.3"]),
+        ({"use": "ncf", "hidden": [8]}, ["head.1", "head.2"]),
+        ({"use": "feature-gcn", "hidden": [4]}, ["head.1", "head.2"]),
+        ({"use": "mf"}, []),
+        ({"use": "mf", "factors": -1}, []),
+        ({"use": "rap"}, []),
+    ],
+)
+def test_layers_are_those_of_the_model(settings: dict[str, Any], layers: list[str]) -> None:
+    assert layers_of(settings) == layers
+
+
+def test_every_attack_that_is_run_by_component_is_run_by_layer(data: str, tmp_path: Path) -> None:
+    """On items as on attributes, each system by the layers of its own model."""
+    models = [{"use": "ncf", "factors": 4, "hidden": [8, 4]}, {"use": "mf", "factors": 4}]
+    attacks = [{"use": "alignment", "name": "projection"}, {"use": "from-updates", "name": "AIA"}]
+    both = {"by_component": ["projection", "AIA"], "attacks": attacks, "attributes": ["gender"], "known": 0.2}
+    plan = _Plan(experiment(table(data, model=models, defenses=["none"], **both)), tmp_path)
+    for audited, layers in zip(plan.audits, (["head.1", "head.2", "head.3"], []), strict=True):
+        first, second = ([(ask.name, ask.role) for ask in cell.asks if ask.role] for cell in audited.cells)
+        for attack in ("projection", "AIA"):
+            assert [role for name, role in first if name == attack] == ["user", "item", "head", *layers]
+        assert second == []
 
 
 @pytest.mark.heavy

@@ -63,12 +63,15 @@ COMMUNITY_NULLS: Mapping[type[Vantage[Any]], tuple[str, Mapping[str, Any]]] = {
     Peers: ("random peers", {"use": "community-of-peers", "scoring": "random"}),
 }
 ACTIVITY: tuple[str, Mapping[str, Any]] = ("activity", {"use": "community", "scoring": "activity"})  # of marks
-Kind = Literal["attack", "null", "component", "canary"]
+REFERENCE = ("true interactions", {"use": "true-items"})  # beside attacks on uploads: the audit holds the truth
+Kind = Literal["attack", "null", "reference", "component", "canary"]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One attack of a cell. kind: an attack, a null, an attack on one role's part of uploads, or one on canaries."""
+    """One attack of a cell. kind: an attack, a null, a reader of the truth, an attack on one role's part of uploads, or
+    one on canaries.
+    """
 
     name: str  # its label
     settings: Mapping[str, Any]

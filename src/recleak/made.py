@@ -73,6 +73,9 @@ class Made:
             label, _ = self.classes(ask)
             known = is_known(np.arange(len(label)), ask.known)
             public[f"labels of {ask.attribute}"] = torch.from_numpy(np.where(known, label, -1))
+            if ask.kind == "reference":  # no adversary: what there is to find
+                own = np.stack([self.train.user, self.train.item], axis=1).astype(np.int64)
+                public["own items"] = torch.from_numpy(own)
             if isinstance(self.protocol, Published | Vectors):
                 public |= {"history": self.history} if self.protocol.history else {}
             elif isinstance(self.protocol, Centralized):

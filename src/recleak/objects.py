@@ -92,6 +92,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "from-representations": "recleak.attacks.representation:FromRepresentations",
         "known-columns": "recleak.attacks.attribute:KnownColumns",
         "through-items": "recleak.attacks.attribute:ThroughItems",
+        "true-items": "recleak.attacks.attribute:TrueItems",
         "majority": "recleak.attacks.attribute:MajorityClass",
         "proportional": "recleak.attacks.attribute:Proportional",
         "from-lists": "recleak.attacks.audience:FromLists",
@@ -130,6 +131,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "boosting": "recleak.attacks.learners:Boosting",
         "logistic": "recleak.attacks.learners:Logistic",
         "bayes": "recleak.attacks.learners:Bayes",
+        "careful": "recleak.attacks.learners:Careful",
         "gaussian-process": "recleak.attacks.learners:GaussianProcess",
     },
 }

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from recleak import random
-from recleak.attacks.learners import Learner, Network
+from recleak.attacks.learners import Learner, Network, cross_validated
 from recleak.metrics.linearized import auc_values
 
 
@@ -42,23 +41,8 @@ def measured_leak(
             f"Got {count.tolist()} users of each class, expected at least two classes, each with as many users as "
             f"there are folds ({folds}), or none.\n  Give more users with a known attribute, or fewer folds."
         )
-    fold = _folds(label, folds, seed)
     leak = {}
     for name, rows in parts.items():
-        chance = np.empty((len(label), classes))
-        for number in range(folds):
-            held = fold == number
-            reader = learner or Network()
-            chance[held] = reader.fit_predict(rows[~held], label[~held], classes, rows[held], seed)
+        chance = cross_validated(learner or Network(), rows, label, classes, seed, folds)
         leak[name] = float(auc_values(chance, label).mean()) - 0.5
     return leak
-
-
-def _folds(label: NDArray[np.int64], folds: int, seed: int) -> NDArray[np.int64]:
-    """The fold of each user, i64[n]: within a class they are dealt out in a random order."""
-    fold = np.empty(len(label), np.int64)
-    lot = random.bits(seed, "folds of known users", np.arange(len(label)))
-    for each in np.unique(label):
-        mine = np.flatnonzero(label == each)
-        fold[mine[lot[mine].argsort()]] = np.arange(len(mine)) % folds
-    return fold

@@ -33,6 +33,7 @@ from recleak.cells import (
     MEMBERSHIP,
     NULLS,
     RECORDED,
+    REFERENCE,
     Ask,
     Baselines,
     Cell,
@@ -49,12 +50,13 @@ from recleak.findings import Findings
 from recleak.jobs import Cluster, Outcome, do_all
 from recleak.machine import cores
 from recleak.measuring import measure
+from recleak.models.base import Model
+from recleak.models.central import CentralModel
 from recleak.summary import tables
 from recleak.training.state import locked
 from recleak.wire import Audience, Server
 
 _SHARED_ROLES = ("user", "item", "head")
-_LAYERS = ("head.1", "head.2")  # of a head, by themselves: what noise by layer goes by
 _GIVEN = {"published": "lists that exist already", "vectors": "vectors that exist already", RECORDED: "a recording"}
 _PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "polars", "dp-accounting")
 
@@ -118,7 +120,7 @@ class _Plan:
     def _audited(self, system: System, folder: Path) -> Audited:
         seeds, print_ = self.experiment.seed_list, self.fingerprints[system.data]
         rest = tuple(ask for ask in self.asks if ask.kind != "component")  # parts of uploads: on the first seed only
-        asks = [self.asks, *[rest] * (len(seeds) - 1)]
+        asks = [(*self.asks, *_by_layer(self.asks, system)), *[rest] * (len(seeds) - 1)]
         cells = [Cell(system, seed, print_, some, folder / "cells") for seed, some in zip(seeds, asks, strict=True)]
         canaries: list[Cell] = []
         first = tuple(replace(ask, kind="canary") for ask in _first_by_vantage(self.asks))
@@ -163,7 +165,7 @@ class _Plan:
         notes += [note for audited in self.audits for note in _endings(audited)]
         attacks: dict[str, dict[str, Any]] = {}
         for audited in self.audits:
-            for each in audited.of_kind("attack", "null"):
+            for each in audited.of_kind("attack", "null", "reference"):
                 if each.ask.key not in attacks or not attacks[each.ask.key]["knowledge"]:
                     attacks[each.ask.key] = _attack_about(each.ask, each.facts)
         return {
@@ -235,6 +237,7 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
         reads = any(_reads_history(ask) for ask in attacks if ask.attribute == attribute)
         names = [*([HISTORY] if reads and vantage is Audience else []), *ATTRIBUTE_NULLS.get(vantage, ())]
         nulls += [Ask(name, {"use": name}, "null", **about) for name in names]
+        nulls += [Ask(*REFERENCE, "reference", **about)] if vantage is Server else []
     for vantage in dict.fromkeys(_vantage(ask) for ask in attacks if ask.community):
         about = {**common, "community": experiment.communities}
         nulls.append(Ask(*COMMUNITY_NULLS[vantage], "null", **about))
@@ -245,9 +248,30 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
         replace(ask, kind="component", role=role)
         for ask in attacks
         if ask.name in experiment.by_component and not ask.community and ask.mark is None
-        for role in (*_SHARED_ROLES, *(_LAYERS if ask.attribute else ()))
+        for role in _SHARED_ROLES
     ]
     return (*attacks, *nulls, *parts)
+
+
+def _by_layer(asks: Sequence[Ask], system: System) -> list[Ask]:
+    """The attacks on the head of uploads, on each layer of the system's model alone: what noise by layer goes by."""
+    whole = [ask for ask in asks if ask.role == "head"]
+    layers = layers_of(system.settings["model"]) if whole else []
+    return [replace(ask, role=layer) for ask in whole for layer in layers]
+
+
+def layers_of(settings: Mapping[str, Any]) -> list[str]:
+    """The layers of a model's head, from the first: head.1, head.2; none if there are no two to be told apart."""
+    kind = objects.find("model", settings["use"])
+    if not (isinstance(kind, type) and issubclass(kind, Model)) or issubclass(kind, CentralModel):
+        return []  # nothing of it is uploaded
+    some = {"n_features": 1} if kind.needs_user_features else {}  # how many there are changes no layer
+    try:
+        parts = objects.build("model", {**some, **settings}).components()
+    except ConfigError:
+        return []  # whoever measures it says why
+    layers = sorted({part.layer for part in parts if part.role == "head" and part.layer is not None})
+    return [f"head.{layer}" for layer in layers] if len(layers) > 1 else []
 
 
 def _question(ask: Ask) -> Any:

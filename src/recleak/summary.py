@@ -98,7 +98,7 @@ def tables(audits: Sequence[Audited], references: Mapping[int, int]) -> dict[str
 
 def _scores(audited: Audited) -> Rows:
     found: Rows = []
-    for each in audited.of_kind("attack", "null"):
+    for each in audited.of_kind("attack", "null", "reference"):
         rows = _scores_of(audited, each)
         if (other := _same_as(audited, each)) is not None:
             rows[0]["reason"] = f"The same as {other!r}: it answers alike here, about every user."
@@ -120,7 +120,7 @@ def _same_as(audited: Audited, each: Attacked) -> str | None:
 
 
 def _scores_of(audited: Audited, each: Attacked) -> Rows:
-    role = "null" if each.ask.kind == "null" else "attack"
+    role = each.ask.kind if each.ask.kind in ("null", "reference") else "attack"
     key = {"question": each.ask.question, "attack": each.ask.name, "role": role, "vantage": each.vantage}
     if each.reason is not None:
         return [{**key, "metric": "auc", **nothing(), "reason": each.reason}]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from recleak.attacks.base import WhoBelongs
 from recleak.attacks.community_targets import colluding
+from recleak.attacks.shift import shifts, without_shift
 from recleak.cells import Ask
 from recleak.errors import RecleakError
 from recleak.grading import grade_communities, grade_holders
@@ -31,7 +32,18 @@ from recleak.storing import (
     truth_of_mark,
 )
 from recleak.watching import Grade, Watching, spread
-from recleak.wire import Aggregator, Audience, Holder, Message, Peers, Push, Server, Upload, Vantage
+from recleak.wire import (
+    Aggregator,
+    Audience,
+    Broadcast,
+    Holder,
+    Message,
+    Peers,
+    Push,
+    Server,
+    Upload,
+    Vantage,
+)
 
 _FAILED = "failed: why"  # in the state of a tap
 _VANTAGES: Mapping[type, Sequence[type[Vantage[Any]]]] = {
@@ -45,7 +57,7 @@ _VANTAGES: Mapping[type, Sequence[type[Vantage[Any]]]] = {
 
 
 class Wiretap(Watching[Any, Any]):
-    """An attack that listens; of uploads perhaps to one role's part only: the changes of all others read as zero.
+    """An attack that listens; of uploads perhaps to one role's part only: all others read as if nobody trained them.
 
     Which rows are sent stays visible. An attack that cannot go on does not end the run for the others. One on
     communities is graded after every round.
@@ -76,15 +88,20 @@ class Wiretap(Watching[Any, Any]):
         self.failed: str | None = None  # why it could not go on
         role = "" if ask is None else ask.role
         self._names = {part.name for part in made.components if _has_role(part, role)} if role else None
+        self._still: dict[str, Tensor] = {}  # what the defense does to what is not listened to, with the sign reversed
 
     def receive(self, message: Message) -> None:
-        """The message, with zeros for what is not listened to."""
+        """The message, with zeros for what is not listened to, or what the defense makes of them."""
+        if isinstance(message, Broadcast) and self._names is not None:
+            found = shifts(self.knowledge, message.params)
+            self._still = {name: -value for name, value in found.items() if name not in self._names}
         if isinstance(message, Upload) and (names := self._names) is not None:
 
             def keep(name: str, tensor: Tensor, owner: Tensor | None) -> Tensor:
                 return tensor if name in names else torch.zeros_like(tensor)
 
-            message = replace(message, update=message.update.map(keep))
+            heard = without_shift(self.knowledge, self._still, message.update.map(keep))
+            message = replace(message, update=heard)
         if self.failed is None:
             try:
                 super().receive(message)

@@ -5,7 +5,8 @@ Under binary cross-entropy a step moves the row q_i of an item with label y_i an
     - rate (sigmoid(z_i) - y_i) g_i,    g_i = d z_i / d q_i,
 
 that is along g_i for an own item and against it for a negative, whatever the optimizer makes of the length (Adam scales
-coordinates, and keeps their signs). The server has sent the model, so it can compute g_i for every row that an upload
+coordinates, and keeps their signs). What a known defense does to rows that nobody trains, such as a clip of values, is
+taken away first (`attacks.shift`). The server has sent the model, so it can compute g_i for every row that an upload
 touches and project the row's movement onto it. What it lacks is the client's own vector. In a perceptron that vector
 only decides which units are on; zero does well. Where g_i is proportional to it (inner products) all rows move along
 one line: the first principal direction of the movements is that line, and the side of the fewer rows is that of the
@@ -45,6 +46,7 @@ from recleak.attacks.membership import (
     whole,
 )
 from recleak.attacks.shadow import no_user_features, train_shadows
+from recleak.attacks.shift import without_shift_of_rows
 from recleak.defenses.base import without_data_hooks
 from recleak.errors import ConfigError
 from recleak.kernels_heads import along_slopes, score_rows, sum_of_rows
@@ -83,6 +85,7 @@ class GradientAlignment(FromUploads):
 
     def evidence(self, knowledge: Knowledge, received: Params, update: Update, round: int) -> tuple[Tensor, Tensor]:
         """The log odds of the projection, or of the regression on all that an upload shows."""
+        update = without_shift_of_rows(knowledge, received, update)
         size = update.offset.diff()
         own = expected_positives(knowledge, size)
         labelled = labelled_positives(knowledge, own, size)
@@ -122,7 +125,8 @@ class GradientAlignment(FromUploads):
             sent, touched = (u.owner * knowledge.n_items + u.item for u in (moved, each))
             place = torch.searchsorted(sent, touched)
             rows = {part: value[place] for part, value in rows.items()}
-        return replace(each, values=moved.values, rows=rows), owner, truth
+        shadow = replace(each, values=moved.values, rows=rows)
+        return without_shift_of_rows(knowledge, received, shadow), owner, truth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +138,8 @@ class AlignmentOfSums(FromSums):
     ) -> tuple[Tensor, Tensor]:
         """The log odds of the projection; rows are split at the number of items that anybody owns, or in half."""
         n_items = knowledge.n_items
+        if len(mean.item) == n_items:  # else who sent a row is not known, so neither is what the defense did to its sum
+            mean = without_shift_of_rows(knowledge, received, mean)
         expected = expected_in_sum(knowledge, len(mean.item), clients)
         anybody = -n_items * torch.expm1(clients * torch.log1p(-expected / n_items))
         return aligned(knowledge, received, mean, anybody.clamp(max=0.5 * len(mean.item))), expected

@@ -24,17 +24,19 @@ from torch import Tensor
 from recleak import kernels, random
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
-from recleak.attacks.learners import Learner, Logistic, Network, Preparation
+from recleak.attacks.learners import Learner, Logistic, Network, Parts, Preparation, of_parts
 from recleak.attacks.membership import FromUploads, pairs_with_odds
 from recleak.attacks.rows import KeepsRows, seen_rows
+from recleak.attacks.shift import shifts, without_shift
 from recleak.errors import ConfigError
 from recleak.kernels import F32, I64
 from recleak.models.components import Component
 from recleak.update import Update
-from recleak.wire import Server, ServerMessage, Upload
+from recleak.wire import Broadcast, Server, ServerMessage, Upload
 
 Summary = Literal["raw", "norms"]
 Reading = Literal["norm", "rank one"]
+_SHIFT = "shift/"  # before the name of a component in the state
 
 
 # --- what is known of users -------------------------------------------------------------------------------------------
@@ -97,16 +99,33 @@ def by_learner(
 
 @dataclass(frozen=True, kw_only=True)
 class RowPerClient(KeepsRows):
-    """Attacks that turn each client of an upload into a row."""
+    """Attacks that turn each client of an upload into a row.
+
+    shift: "known" takes away what the defense in force does to numbers that a client did not change (`attacks.shift`):
+    who clips values moves them in the first rounds, more than any client does. "ignored": uploads as they are.
+    """
+
+    shift: Literal["known", "ignored"] = "known"
 
     vantage: ClassVar[type[Server]] = Server
     question: ClassVar[type[WhichAttribute]] = WhichAttribute
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shift not in ("known", "ignored"):
+            raise ConfigError(f"shift is {self.shift!r}, expected 'known' or 'ignored'.")
+
     def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
-        """Turn each client of an upload into a row."""
+        """Keep what the defense does to a broadcast; turn each client of an upload into a row."""
+        if isinstance(message, Broadcast) and self.shift == "known" and self._counts(message.round):
+            kept = {name: value for name, value in state.items() if not name.startswith(_SHIFT)}
+            found = shifts(knowledge, message.params)
+            return {**kept, **{_SHIFT + name: value for name, value in found.items()}}
         if not isinstance(message, Upload) or not self._counts(message.round) or not message.update.n_clients:
             return state
-        return self._with(state, message.update.client, self._rows(knowledge, message.update))
+        shift = {name.removeprefix(_SHIFT): value for name, value in state.items() if name.startswith(_SHIFT)}
+        update = without_shift(knowledge, shift, message.update)
+        return self._with(state, update.client, self._rows(knowledge, update))
 
     def _rows(self, knowledge: Knowledge, update: Update) -> Tensor:
         raise NotImplementedError
@@ -132,7 +151,8 @@ class FromUpdates(RowPerClient):
 
     The defaults are those that told most in one run on MovieLens-100K (12 rounds, one seed; picked on the users whom it
     was graded on, so not a careful choice): all participations, rows of length 1, 50 principal components. There
-    `learner=Logistic()` was quicker than APM's network and as strong.
+    `learner=Logistic()` was quicker than APM's network and as strong. `learner=Careful()` chooses part, scale and
+    learner on the known users.
     noise: "known" divides each component by the standard deviation of the noise that the defense in force puts on it,
     so that a reduction to the directions of the largest variance finds those that stand out of the noise. What is kept
     of uploads is the same as without it.
@@ -163,14 +183,19 @@ class FromUpdates(RowPerClient):
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Train on the known clients that were seen, predict the others."""
         client, rows = self.read(state)
-        return by_learner(knowledge, question, client, self.weighed(knowledge, rows), self.learner, self.seed)
+        learner = of_parts(self.learner, self.columns(knowledge))
+        return by_learner(knowledge, question, client, self.weighed(knowledge, rows), learner, self.seed)
+
+    def columns(self, knowledge: Knowledge) -> Parts:
+        """Of which components a row is made, and how many columns each has."""
+        return tuple((part.name, self._width(knowledge, part)) for part in _chosen(knowledge, self.parts))
 
     def weighed(self, knowledge: Knowledge, rows: Tensor) -> Tensor:
         """Rows that `read` gave, f32[n, p], as the learner gets them; they are changed in place."""
         if self.noise == "ignored" or not len(rows):
             return rows
-        spread = [knowledge.defense.noise(part.name) for part in _chosen(knowledge, self.parts)]
-        width = [self._width(knowledge, part) for part in _chosen(knowledge, self.parts)]
+        spread = [knowledge.defense.noise(name) for name, _ in self.columns(knowledge)]
+        width = [columns for _, columns in self.columns(knowledge)]
         return rows.div_(torch.repeat_interleave(torch.tensor([std or 1.0 for std in spread]), torch.tensor(width)))
 
     def _width(self, knowledge: Knowledge, part: Component) -> int:
@@ -339,6 +364,40 @@ class ThroughItems:
         chance = self.membership.answer(knowledge, state, WhichItems(client, item)).float()
         seen, place = torch.unique(client, return_inverse=True)
         rows = torch.zeros(len(seen), knowledge.n_items).index_put_((place, item), chance)
+        return by_learner(knowledge, question, seen, rows, self.learner, self.seed)
+
+
+# --- what there is to find --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrueItems:
+    """What the true interactions tell to the reader of the chain: a reference beside attacks, and no attack.
+
+    It needs `own items`, i64[n, 2] of a client and an item, in the public knowledge: **no adversary has them**. Who
+    holds the truth, such as an audit, hands them over. What `ThroughItems` lacks to it is what hides the interactions; a
+    better reader may tell more.
+    """
+
+    learner: Learner = field(default_factory=learner_of_items)
+    seed: int = 0
+
+    vantage: ClassVar[type[Server]] = Server
+    question: ClassVar[type[WhichAttribute]] = WhichAttribute
+
+    def init(self, knowledge: Knowledge) -> State:
+        """It keeps nothing."""
+        return {}
+
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
+        """It reads nothing."""
+        return state
+
+    def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
+        """Classes from rows of zeros and ones."""
+        pair = public(knowledge, "own items", "i64[n, 2], a client and an item: the truth, for a reference")
+        seen, place = torch.unique(pair[:, 0], return_inverse=True)
+        rows = torch.zeros(len(seen), knowledge.n_items).index_put_((place, pair[:, 1]), torch.ones(len(pair)))
         return by_learner(knowledge, question, seen, rows, self.learner, self.seed)
 
 

@@ -88,6 +88,10 @@ class _NoisyValues(Defense):
         """Of the last time, which alone is never clipped."""
         return self.spread * self.scale(component)
 
+    def shift(self, component: str, received: Tensor) -> Tensor:
+        """clip(received) - received: a number beyond the bound moves to it, whether a client trained on it or not."""
+        return received.clamp(-self.bound, self.bound).sub_(received)
+
     def _add_noise(self, value: Tensor, name: str, streams: Streams, position: Tensor, row: Tensor) -> None:
         """In place, to the rows of a component: `position` and `row` as in `Streams.uniform`."""
         raise NotImplementedError

@@ -200,6 +200,14 @@ class Defense:
         """
         return 0.0
 
+    def shift(self, component: str, received: Tensor) -> Tensor | None:
+        """What an upload says, but for noise, of numbers of a component that its client did not change; None: zero.
+
+        `received` is what clients got of them, of any shape, and so is the answer. Not a hook: broadcast and mechanism
+        are public, so an adversary may know it, and take it away from what it reads.
+        """
+        return None
+
     def component_names(self) -> Iterable[str]:
         """The components that its configuration names; `check` looks them up in a model."""
         return ()
@@ -374,6 +382,15 @@ class Chain(Defense):
     def noise(self, component: str) -> float:
         """That of all together; what clips in between is not counted."""
         return hypot(*(defense.noise(component) for defense in self.defenses))
+
+    def shift(self, component: str, received: Tensor) -> Tensor | None:
+        """Each goes on from what those before it made; what only scales changes in between is not counted."""
+        total: Tensor | None = None
+        for defense in self.defenses:
+            own = defense.shift(component, received if total is None else received + total)
+            if own is not None:
+                total = own if total is None else total + own
+        return total
 
     def component_names(self) -> Iterable[str]:
         """The names of all."""

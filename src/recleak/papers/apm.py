@@ -11,14 +11,19 @@ What the paper leaves open, and what is taken here, the same for all methods:
                             0.094 after 140, 0.100 after 200, 0.096 to 0.099 from then to 300). Not tried and taken to
                             be the same: other recommenders, each defense by itself
     negatives               4 for each own item, drawn once
-    the loss                its sum over a batch (eq. 8): a rate of 0.001 is one of 0.032 for the mean over 32
+    the loss                its sum over a batch (eq. 8): a rate of 0.001 is one of 0.032 for the mean over 32. The last
+                            batch of an epoch has up to 32 examples, and its mean is taken 32 times too: it counts up
+                            to 32 times as much as its sum would
     initial parameters      N(0, 1) for E_U and the items' vectors; W1, W2, b and the MLP by fan-in. With N(0, 1) there
                             too, as the text says of all, training diverges in the first round (and with the mean in
                             place of the sum, Hit@20 is that of chance, 0.01 to 0.03, after 160 rounds)
     aggregation             the mean of the clients' models (eq. 9 has a sum, which would grow without bound)
     item features           one-hot: an item has a vector of its own
-    the attacked round      the last one; its participants are known (zeta of them) or graded (the others)
+    the attacked round      the last one; its participants are known (zeta of them) or graded (the others). Which one
+                            an attacker would take by the users it knows is in table `rounds`
     F1                      macro-F1; micro-F1 and AUC stand beside
+    the attackers           the paper's read uploads as they are; the careful one, and those of several rounds where
+                            values are clipped, first take away what the clip does by itself (ask `shift`)
     noise of FedNews        the same everywhere, Laplace of scale 0.025 (epsilon 40), clipped as APM's
     noise of FedRec-GN      Gaussian of the same variance
     F-GERAI                 epsilon 20 on features, 0.4 in the loss, as its own paper has, with its number of examples:
@@ -48,9 +53,31 @@ from torch import Tensor
 
 from recleak import random
 from recleak.accounting import ledger, participations
-from recleak.attacks.attribute import FromUpdates, KnownColumns, MajorityClass, Proportional, ThroughItems, by_learner
+from recleak.attacks.attribute import (
+    FromUpdates,
+    KnownColumns,
+    MajorityClass,
+    Proportional,
+    ThroughItems,
+    by_learner,
+    learner_of_items,
+)
 from recleak.attacks.base import Knowledge, WhichAttribute
-from recleak.attacks.learners import Boosting, Logistic, Neighbors, Network, Preparation, Prepared, Svc, Tree
+from recleak.attacks.learners import (
+    Boosting,
+    Careful,
+    Learner,
+    Logistic,
+    Neighbors,
+    Network,
+    Parts,
+    Preparation,
+    Prepared,
+    Svc,
+    Tree,
+    cross_validated,
+    turned,
+)
 from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.source import open_data
@@ -99,8 +126,12 @@ _LEARNERS: dict[str, type[Prepared]] = {
     "knn": Neighbors,
     "gbt": Boosting,
 }
-_OPTIONS = (("part", "full"), ("uploads", "one"), ("round", "last"))  # of a reader of uploads
-_GUESSES = ("random", "proportional", "majority")
+CAREFUL = "careful"  # chooses part, scale and learner on the known users
+_OPTIONS = (("part", "full"), ("uploads", "one"), ("round", "last"), ("shift", "ignored"))  # of a reader of uploads
+CEILING = "true-items"  # a reader of the true interactions
+REDUCED = "interactions"  # another one, on their 50 principal directions
+_BLIND = ("random", "proportional", "majority", CEILING, REDUCED)  # need no upload
+_FREE = ("ledger",)  # measures that need no training
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +257,9 @@ def measure(
 ) -> Iterator[Measured]:
     """One training run with all that is asked for at its wire; then the results in the order of the asks."""
     made = setting(run, variant, seed)
-    if all(ask.get("measure") == "ledger" for ask in asks):  # it follows from the settings
-        yield from (Measured(_spent(made), seconds=0.0) for _ in asks)
+    if all(ask.get("measure") in _FREE or ask.get("attack") in _BLIND for ask in asks):  # nothing has to be trained
+        for ask in asks:
+            yield Measured(_spent(made)) if "measure" in ask else _graded(_at(made, ask), ask, {}, {})
         return
     levels: dict[str, float] = {}
     if run["defense"] == MEASURED and isinstance(made.defense, AdaptiveNoise):
@@ -240,7 +272,7 @@ def measure(
     start = perf_counter()
     trained = _train(made, taps.values(), threads)
     seconds = perf_counter() - start
-    prepared: dict[str, tuple[Tensor, Tensor]] = {}
+    prepared: dict[str, _Read] = {}
     for ask in asks:
         if ask.get("measure") == "utility":
             yield Measured({"hit@20": _hit(made, trained)}, seconds=seconds)
@@ -299,22 +331,17 @@ def _evidence(made: Setting, ask: Mapping[str, Scalar]) -> Iterator[tuple[str, A
     if ask.get("measure") in ("utility", "validation", "ledger", "levels"):
         return
     name, every, attacked = str(ask.get("attack")), ask.get("uploads") == "all", _at(made, ask).round
-    if name in _LEARNERS:
+    shift: Any = ask.get("shift", "ignored")
+    listens: dict[str, Any] = {"rounds": "all" if every else attacked, "shift": shift}
+    if name in (*_LEARNERS, CAREFUL):
         part = str(ask.get("part", "full"))
         parts = () if part == "full" else (part,)
-        yield (
-            _key(ask),
-            FromUpdates(
-                parts=parts,
-                rounds="all" if every else attacked,
-                sketch=_SKETCH if every else None,
-            ),
-        )
+        yield _key(ask), FromUpdates(parts=parts, sketch=_SKETCH if every else None, **listens)
     elif name == "exact":
-        yield _key(ask), KnownColumns(rounds="all" if every else attacked)
+        yield _key(ask), KnownColumns(**listens)
     elif name == "chain":
         yield _key(ask), ThroughItems()
-    elif name not in (*_GUESSES, "interactions"):
+    elif name not in _BLIND:
         raise ConfigError(f"A cell asks for {dict(ask)}, expected a measure or an attack that is known.")
 
 
@@ -327,18 +354,29 @@ def _at(made: Setting, ask: Mapping[str, Scalar]) -> Setting:
 def _key(ask: Mapping[str, Scalar]) -> str:
     name = str(ask["attack"])
     words = [str(ask.get(*option)) for option in _OPTIONS]
-    return " ".join(["update" if name in _LEARNERS else name, *words])
+    return " ".join(["update" if name in (*_LEARNERS, CAREFUL) else name, *words])
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """What a learner reads of the clients that a tap saw."""
+
+    client: Tensor  # i64[n]
+    rows: Tensor  # f32[n, q]
+    parts: Parts  # of the rows
 
 
 def _graded(
     made: Setting,
     ask: Mapping[str, Scalar],
     taps: Mapping[str, Listening[Any, Any]],
-    prepared: dict[str, tuple[Tensor, Tensor]],
+    prepared: dict[str, _Read],
 ) -> Measured:
     """The answer about the attacked users whose attribute is not known to the server, as values by user.
 
     What learners read is scaled and reduced once for all of them: that needs no label. It is kept in `prepared`.
+    Where `graded` is "known", it is about those who are known, each guessed from the others (cross-validation): what
+    the server can see for itself.
     """
     attribute, name, zeta = str(ask["attribute"]), str(ask["attack"]), float(ask["zeta"])
     label, names = classes_of(made.train, attribute)
@@ -346,12 +384,21 @@ def _graded(
     question = WhichAttribute(torch.from_numpy(user), attribute, tuple(names))
     start = perf_counter()
     knowledge, tap = made.knowledge(attribute, zeta), taps.get(_key(ask))
-    if tap is not None and name in _LEARNERS:
+    if tap is not None and name in (*_LEARNERS, CAREFUL):
         noise: Any = ask.get("noise", "ignored")
-        if (key := f"{_key(ask)} {noise}") not in prepared:
-            prepared[key] = _prepared(tap, noise, made.seed)
-        learner = _LEARNERS[name](prepare=Preparation("none", "none"))
-        answer = np.asarray(by_learner(knowledge, question, *prepared[key], learner, made.seed).double())
+        if (key := f"{_key(ask)} {noise} {name == CAREFUL}") not in prepared:
+            prepared[key] = _prepared(tap, noise, made.seed, careful=name == CAREFUL)
+        found = prepared[key]
+        plain = Preparation("none", "none")
+        learner: Learner = Careful(parts=found.parts) if name == CAREFUL else _LEARNERS[name](prepare=plain)
+        if ask.get("graded") == "known":
+            known = np.sort(made.known(zeta))
+            user = known[label[known] >= 0]
+            rows = found.rows[torch.searchsorted(found.client, torch.from_numpy(user))].numpy()
+            answer = cross_validated(learner, rows, label[user], len(names), made.seed)
+        else:
+            told = by_learner(knowledge, question, found.client, found.rows, learner, made.seed)
+            answer = np.asarray(told.double())
     else:
         answer = _answer(made, name, knowledge, question, tap)
     seconds = perf_counter() - start
@@ -364,14 +411,18 @@ def _graded(
     return Measured(metrics, seconds=seconds)
 
 
-def _prepared(tap: Listening[Any, Any], noise: Literal["ignored", "known"], seed: int) -> tuple[Tensor, Tensor]:
-    """The clients that a tap saw, i64[n], and what learners read of them, f32[n, q]."""
+def _prepared(tap: Listening[Any, Any], noise: Literal["ignored", "known"], seed: int, *, careful: bool) -> _Read:
+    """What learners read of the clients that a tap saw: scaled and reduced; for the careful one only turned."""
     heard: Any = tap.attack
     attack: FromUpdates = replace(heard, noise=noise)
     client, rows = attack.read(tap.state())
+    weighed, parts = attack.weighed(tap.knowledge, rows).numpy(), attack.columns(tap.knowledge)
     with one_thread():
-        reduced = Preparation().together(attack.weighed(tap.knowledge, rows).numpy(), seed)
-    return client, torch.from_numpy(reduced)
+        if careful:
+            found, parts = turned(weighed, parts)
+        else:
+            found = Preparation().together(weighed, seed)
+    return _Read(client, torch.from_numpy(found), parts)
 
 
 def _answer(
@@ -383,20 +434,29 @@ def _answer(
     if name == "random":
         lot = random.below(len(question.classes), made.seed, "random class", question.client.numpy())
         return np.eye(len(question.classes))[lot]
-    if name == "interactions":
-        return _from_interactions(made, knowledge, question)
+    if name in (CEILING, REDUCED):
+        return _from_true_items(made, knowledge, question, reduced=name == REDUCED)
     guesser = MajorityClass() if name == "majority" else Proportional(seed=made.seed)
     return np.asarray(guesser.answer(knowledge, {}, question).double())
 
 
-def _from_interactions(made: Setting, knowledge: Knowledge, question: WhichAttribute) -> NDArray[np.float64]:
-    """What the true interactions tell, to a reader who knows as many users: a reference, not a bound."""
-    label = knowledge.public[f"labels of {question.attribute}"].numpy()
-    known, others = np.flatnonzero(label >= 0), question.client.numpy()
+def _from_true_items(
+    made: Setting, knowledge: Knowledge, question: WhichAttribute, *, reduced: bool
+) -> NDArray[np.float64]:
+    """What the true interactions tell to a reader who knows as many users: a reference, not a bound.
+
+    The reader is that of the chain, so that what the chain lacks to it is what the uploads hide; `reduced` is another
+    one, on 50 principal directions of known and graded users.
+    """
     matrix = made.train.matrix().astype(np.float32)
-    learner = Logistic(C=10.0, prepare=Preparation(scale="unit"))
-    classes = len(question.classes)
-    return learner.fit_predict(matrix[known].toarray(), label[known], classes, matrix[others].toarray(), made.seed)
+    if reduced:
+        label = knowledge.public[f"labels of {question.attribute}"].numpy()
+        known, others = np.flatnonzero(label >= 0), question.client.numpy()
+        learner, classes = Logistic(C=10.0, prepare=Preparation(scale="unit")), len(question.classes)
+        return learner.fit_predict(matrix[known].toarray(), label[known], classes, matrix[others].toarray(), made.seed)
+    client = torch.from_numpy(np.flatnonzero(made.train.activity).astype(np.int64))
+    rows = torch.from_numpy(matrix[client.numpy()].toarray())
+    return np.asarray(by_learner(knowledge, question, client, rows, learner_of_items(), made.seed).double())
 
 
 def _spent(made: Setting) -> dict[str, NDArray[np.float64]]:

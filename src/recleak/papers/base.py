@@ -86,6 +86,19 @@ class _Axis(_Frozen):
     published: tuple[float | Literal["-"], ...] | None = None
 
 
+class _Change(_Frozen):
+    """What is asked otherwise for some of the cells of a table."""
+
+    where: dict[str, tuple[Scalar, ...]]
+    "Cells whose run or ask has one of these values for each of these settings."
+    ask: dict[str, Scalar] | None = None
+    "Settings in the place of those that rows and columns ask for; without any, there is no cell."
+
+    def concerns(self, settings: Mapping[str, Scalar]) -> bool:
+        """Whether a cell of these settings is one of them."""
+        return all(settings.get(name) in values for name, values in self.where.items())
+
+
 class _Grid(_Frozen):
     rows: tuple[_Axis, ...]
     columns: tuple[_Axis, ...]
@@ -94,6 +107,7 @@ class _Grid(_Frozen):
     ask: dict[str, Scalar] = Field(default_factory=dict)
     metric: str | None = None
     series: str | None = None
+    changes: tuple[_Change, ...] = ()
 
     def cells(self) -> Iterator[dict[str, Any]]:
         for row in self.rows:
@@ -106,6 +120,11 @@ class _Grid(_Frozen):
                 if not row.over.keys() <= ask.keys():
                     continue
                 ask |= row.over
+                changes = [change for change in self.changes if change.concerns({**run, **ask})]
+                if any(change.ask is None for change in changes):
+                    continue
+                for change in changes:
+                    ask |= change.ask or {}
                 metric = column.metric or row.metric or self.metric
                 series = column.series or row.series or self.series
                 words = {**run, **ask, "metric": metric, "series": series, "row": row.id, "column": column.id}

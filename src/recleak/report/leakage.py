@@ -136,13 +136,20 @@ def _matrix(view: View, setting: Setting, question: str) -> list[Content]:
     rows = view.rows(view.scores, setting, question)
     found = {(system_of(row), row["attack"]): row for row in rows if is_auc(row)}
     reasons = {(system_of(row), row["attack"]): row["reason"] for row in rows if row["reason"]}
-    attacks, nulls = (
-        list(dict.fromkeys(row["attack"] for row in rows if (row["role"] == "null") == null)) for null in (False, True)
+    attacks, guessers, truths = (
+        list(dict.fromkeys(row["attack"] for row in rows if _kind(row) == kind))
+        for kind in ("attack", "guesser", "reference")
     )
+    nulls = [*guessers, *truths]
     if not rows:
         return []
     names: list[Content | Cell] = ["defense", *map(breakable, attacks)]
-    names += [Cell(breakable(each), "apart" if place == 0 and attacks else None) for place, each in enumerate(nulls)]
+    names += [
+        Cell(
+            tag("i", breakable(each)) if each in truths else breakable(each), "apart" if not place and attacks else None
+        )
+        for place, each in enumerate(nulls)
+    ]
     body = []
     for system in view.systems_of(setting):
         chosen = view.chosen.get((system, question), {}).get("attack")
@@ -156,9 +163,10 @@ def _matrix(view: View, setting: Setting, question: str) -> list[Content]:
         "tr",
         tag("td"),
         tag("th", "attacks", colspan=len(attacks), scope="colgroup") if attacks else None,
-        tag("th", "guessers", colspan=len(nulls), scope="colgroup", class_="apart" if attacks else None)
-        if nulls
+        tag("th", "guessers", colspan=len(guessers), scope="colgroup", class_="apart" if attacks else None)
+        if guessers
         else None,
+        tag("th", "reference", colspan=len(truths), scope="colgroup") if truths else None,
     )
     grid = table(
         f"AUC of every attack (columns) on every defense (rows): {question}", names, body, class_="heat", above=above
@@ -173,12 +181,17 @@ def _matrix(view: View, setting: Setting, question: str) -> list[Content]:
     return [drawn]
 
 
+def _kind(row: Row) -> str:
+    """An attack, a guesser, or a reader of the truth."""
+    return {"null": "guesser", "reference": "reference"}.get(str(row["role"]), "attack")
+
+
 def _highest(rows: Iterable[Row]) -> str:
     """The strongest attack and the strongest guesser of a matrix."""
     measured = [row for row in rows if known(row["value"])]
     said = []
-    for who, null in (("attack", False), ("guesser", True)):
-        best = max((row for row in measured if (row["role"] == "null") == null), key=lambda r: r["value"], default=None)
+    for who in ("attack", "guesser"):
+        best = max((row for row in measured if _kind(row) == who), key=lambda r: r["value"], default=None)
         if best is not None:
             said.append(f"The highest {who} is {best['attack']} on “{system_of(best).name}”: {estimate(best)}.")
     return " ".join(said) or "Nothing could be measured; the table says why."

@@ -15,6 +15,8 @@ from recleak.files import replace_bytes, replace_text
 from recleak.findings import SYSTEM, Findings
 
 _SCALE = 1.25  # pixels of the picture per point
+_ROLES = ("attack", "null", "reference")
+_TRUTH = ", and who reads the true interactions"
 _Row = dict[str, Any]
 
 
@@ -38,9 +40,10 @@ def markdown(findings: Findings) -> str:
     parts = []
     for (data, model, protocol, question), verdicts in _settings(findings):
         scores = _aucs(findings, data, model, protocol, question)
-        attacks = [name for role in ("attack", "null") for name in _names(scores, role)]
-        nulls = set(_names(scores, "null"))
-        head = ["defense", *[f"*{name}*" if name in nulls else name for name in attacks], "utility", "verdict"]
+        attacks = [name for role in _ROLES for name in _names(scores, role)]
+        nulls, references = set(_names(scores, "null")), set(_names(scores, "reference"))
+        names = [f"*{name}*" if name in nulls | references else name for name in attacks]
+        head = ["defense", *names, "utility", "verdict"]
         lines = [f"**{data}, {model}, {protocol}: {question}**", "", _line(head), _line(["---"] * len(head))]
         reasons: list[str] = []
         for verdict in verdicts:
@@ -49,7 +52,8 @@ def markdown(findings: Findings) -> str:
         level = round(100 * findings.about["level"])
         lines += [
             "",
-            f"AUC with {level} % intervals; in italics who guesses; bold the attack chosen on validation users.",
+            f"AUC with {level} % intervals; in italics who guesses{_TRUTH if references else ''}; "
+            "bold the attack chosen on validation users.",
         ]
         lines += [f"{_mark(place)} {reason}" for place, reason in enumerate(reasons)]
         parts.append("\n".join([*lines, ""]))
@@ -61,7 +65,7 @@ def write_picture(findings: Findings, path: Path) -> Path:
     charts = []
     for (data, model, protocol, question), verdicts in _settings(findings):
         scores = _aucs(findings, data, model, protocol, question)
-        names = [name for role in ("attack", "null") for name in _names(scores, role)]
+        names = [name for role in _ROLES for name in _names(scores, role)]
         rows = [
             {"defense": row["defense"], "attack": row["attack"], "auc": row["value"]}
             | {"shown": "–" if row["value"] is None else f"{row['value']:.2f}"}

@@ -42,7 +42,7 @@ def write(findings: Findings, path: Path) -> Path:
 
 def _facts(view: View) -> str:
     """How much was looked at."""
-    attacks = {(row["question"], row["attack"]) for row in view.scores if row["role"] != "null"}
+    attacks = {(row["question"], row["attack"]) for row in view.scores if row["role"] not in ("null", "reference")}
     nulls = {(row["question"], row["attack"]) for row in view.scores if row["role"] == "null"}
     users = max((row["users"] for row in view.verdicts if row["users"] is not None), default=None)
     seeds = max((row["seeds"] for row in view.verdicts if row["seeds"] is not None), default=None)
