@@ -500,7 +500,7 @@ def test_who_cannot_use_what_came_of_a_merge_has_what_it_had_before(
     ticks = iter(range(2))
 
     def later(has: dict[str, Tensor]) -> dict[str, Tensor]:
-        return filled(80.0)(has) if next(ticks) else has  # type: ignore[no-any-return]
+        return filled(80.0)(has) if next(ticks) else has
 
     with caplog.at_level(logging.WARNING, logger="recleak.gossip"):
         after = run(protocol, data, defense=defense, faulty={3: later}, taps=[tap])
