@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from recleak import machine
 from recleak.data import store
 from recleak.data.synthetic import Synthetic
 from recleak.defenses.base import Chain, parts_of
@@ -20,7 +23,8 @@ from recleak.grading import communities
 from recleak.papers import cda, cda_sensitive
 from recleak.papers.base import load
 from recleak.papers.cda import CLIP, DELTA, measure, setting
-from recleak.papers.reproduce import Measured
+from recleak.papers.reproduce import Measured, Run, Wanted, measure_all, needed_bytes
+from recleak.papers.store import Question, Store
 from recleak.protocols.federated import Federated
 from recleak.protocols.gossip import Gossip
 
@@ -39,6 +43,31 @@ def a_run(data: str, **more: Any) -> dict[str, Any]:
 
 def answers(run: dict[str, Any], *asks: dict[str, Any]) -> list[Measured]:
     return list(measure(run, asks, variant="as-written", seed=0, threads=1))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_nodes_hold_is_known_before(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = setting(a_run(small, protocol="pers"), "as-written", 0)
+    assert isinstance(made.protocol, Gossip)
+    parts = made.defense.sharing(made.model.components())
+    needed = made.protocol.needed_bytes(parts, made.train.n_users, made.train.n_items)
+    assert cda.needed_bytes(a_run(small, protocol="pers"), "as-written") == needed > 0
+    assert cda.needed_bytes(a_run(small), "as-written") == 0
+    question = Question("recleak.papers.cda:measure", 1, "as-written", a_run(small, protocol="rand"), {})
+    assert needed_bytes(Run(0, (Wanted(question, frozenset()),))) == needed
+    lost = replace(question, run=a_run("nowhere", protocol="rand"))
+    assert needed_bytes(Run(0, (Wanted(lost, frozenset()),))) == 0
+    runs = [Run(seed, (Wanted(question, frozenset()),)) for seed in (0, 1)]
+    monkeypatch.setattr(machine, "free_memory", lambda: 2 * needed - 1)
+    with pytest.raises(ConfigError, match="The nodes of 2 side by side of 2 runs take"):
+        measure_all(load("cda"), runs, Store(tmp_path), workers=2)
+    monkeypatch.setattr("recleak.jobs._here", lambda *_: iter(()))
+    measure_all(load("cda"), runs, Store(tmp_path), workers=1)
+    assert "The nodes of the largest of 2 runs take 0.0 GB" in " ".join(capsys.readouterr().err.split())
 
 
 # --- DP-SGD -----------------------------------------------------------------------------------------------------------

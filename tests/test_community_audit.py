@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ import polars as pl
 import pytest
 import torch
 
+from recleak import machine
 from recleak.conditions import METRICS, Condition
 from recleak.data import store
 from recleak.data.synthetic import Synthetic
+from recleak.defenses.sharing import Share
+from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import experiment
 from recleak.findings import Findings
 from recleak.grading import grade_communities
+from recleak.models.mf import GMF
+from recleak.protocols.gossip import Gossip
 from recleak.report.matrix import markdown
 from recleak.runs import audit_run
 from recleak.storing import REVERSED, graded_both_ways
@@ -78,6 +84,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
     folder = tmp_path_factory.mktemp("runs") / "whole"
     return audit_run(experiment(table(data)), folder, command="test"), folder
+
+
+def test_an_audit_that_needs_more_memory_than_is_free_does_not_begin(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    protocol = Gossip()
+    needed = protocol.needed_bytes(Share(("user",)).sharing(GMF(4).components()), 80, 60)
+    some = experiment(table(data, defenses=["share"], attacks=["community-of-peers"]))
+    monkeypatch.setattr(machine, "free_memory", lambda: 2 * needed - 1)
+    with pytest.raises(ConfigError, match=r"The nodes of 2 side by side of 2 runs take .*\n  Use fewer workers"):
+        audit_run(some, tmp_path / "run", workers=2, command="test")
+    monkeypatch.setattr("recleak.jobs._here", lambda *_: iter(()))
+    with suppress(RecleakError):  # nothing was measured
+        audit_run(some, tmp_path / "run", workers=1, command="test")
+    assert "The nodes of the largest of 2 runs take 0.0 GB" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.heavy

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recleak import random
+from recleak import machine, random
 from recleak.data.interactions import Interactions
 from recleak.data.split import Split, ratio
 from recleak.data.synthetic import Synthetic
@@ -500,7 +500,7 @@ def test_who_cannot_use_what_came_of_a_merge_has_what_it_had_before(
     ticks = iter(range(2))
 
     def later(has: dict[str, Tensor]) -> dict[str, Tensor]:
-        return filled(80.0)(has) if next(ticks) else has  # type: ignore[no-any-return]
+        return filled(80.0)(has) if next(ticks) else has
 
     with caplog.at_level(logging.WARNING, logger="recleak.gossip"):
         after = run(protocol, data, defense=defense, faulty={3: later}, taps=[tap])
@@ -642,6 +642,17 @@ def test_half_precision_is_close() -> None:
     components = FULL.sharing(MODEL.components())
     assert protocol.state_bytes(components, 40, 60) == 4 * 40 * (60 * 4 + 40 * 4 + 4 + 1)
     assert protocol.needed_bytes(components, 40, 60) == 2 * protocol.state_bytes(components, 40, 60)
+
+
+def test_a_run_that_needs_more_memory_than_is_free_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, protocol = parts().train, Gossip(rounds=1, local=KEEP)
+    needed = protocol.needed_bytes(FULL.sharing(MODEL.components()), 40, 60)
+    monkeypatch.setattr(machine, "free_memory", lambda: needed)
+    run(protocol, data)
+    monkeypatch.setattr(machine, "free_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=r"The nodes of the run take 0\.0 GB, expected .*\n .* precision=\"float16\""):
+        run(protocol, data)
+    run(replace(protocol, precision="float16"), data)
 
 
 # --- the wire ---------------------------------------------------------------------------------------------------------

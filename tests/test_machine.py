@@ -9,10 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from recleak.machine import _trim, interrupts_arrive
+from recleak import doctor, machine
+from recleak.errors import ConfigError
+from recleak.jobs import do_all
+from recleak.machine import _trim, free_memory, interrupts_arrive, memory_line
 
 
 class Clearing:
@@ -93,3 +98,62 @@ def test_memory_between_small_things_goes_back() -> None:
     )
     before, after, _ = (int(number) for number in out.stdout.split())
     assert before - after > 50e6
+
+
+# --- free memory --------------------------------------------------------------------------------------------------
+
+
+def test_free_memory_is_what_the_system_tells() -> None:
+    free, facts = free_memory(), doctor.examine()
+    if free is None:
+        assert facts["memory_free_gib"] is None
+        return
+    assert free > 0
+    assert facts["memory_free_gib"] > 0
+
+
+@pytest.mark.parametrize(
+    ("told", "limits", "free"),
+    [
+        ({"MemAvailable": 1000, "MemFree": 10}, {}, 1_024_000),
+        ({"MemAvailable": 1000, "SwapFree": 500}, {}, 1_536_000),
+        ({"MemAvailable": 1000}, {"memory.max": "max\n", "memory.current": "5\n"}, 1_024_000),
+        ({"MemAvailable": 1000}, {"memory.max": "9000\n", "memory.current": "5000\n"}, 4_300),
+        ({"MemAvailable": 1000}, {"memory.max": "9000\n", "memory.current": "9900\n"}, 0),
+        ({}, {}, None),
+    ],
+)
+def test_a_container_may_allow_less_than_the_machine_has(
+    told: dict[str, int], limits: dict[str, str], free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("".join(f"{name}:   {number} kB\n" for name, number in told.items()))
+    for name, text in ({"memory.stat": "anon 7\ninactive_file 300\n"} | limits).items():
+        (tmp_path / name).write_text(text)
+    places = {"/proc/meminfo": tmp_path / "meminfo", "/sys/fs/cgroup": tmp_path}
+    monkeypatch.setattr(machine, "Path", lambda name: places[name])
+    assert free_memory() == free
+
+
+def work(job: object, threads: int) -> None:
+    """Nothing."""
+
+
+def test_what_runs_take_side_by_side_is_told_and_refused_if_it_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "free_memory", lambda: 6 * 10**9)
+    needs = [2 * 10**9, 0, 3 * 10**9, 3 * 10**9]
+    jobs = [SimpleNamespace(label=str(each)) for each in needs]
+    assert len(do_all(jobs, work, workers=1, needs=needs)) == 4
+    assert "The nodes of the largest of 3 runs take 3.0 GB, beside working memory; 6.0 GB are free." in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert memory_line(needs[2:], 2).startswith("The nodes of 2 side by side of 2 runs take 6.0 GB")
+    with pytest.raises(
+        ConfigError, match=r"3 side by side of 3 runs take 8.0 GB, expected at most the 6.0 GB .*\n  Use f"
+    ):
+        do_all(jobs, work, workers=3, needs=needs)
+    do_all(jobs, work, needs=[0, 0, 0, 0])
+    assert "nodes" not in capsys.readouterr().err
+    monkeypatch.setattr(machine, "free_memory", lambda: None)
+    assert memory_line([9 * 10**12]) == "The nodes of the run take 9000.0 GB, beside working memory."

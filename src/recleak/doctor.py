@@ -12,6 +12,7 @@ import torch
 
 from recleak import __version__
 from recleak.data import catalog
+from recleak.machine import free_memory
 
 _CORE = (
     "torch",
@@ -40,6 +41,7 @@ def examine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
+        "memory_free_gib": None if (free := free_memory()) is None else round(free / 2**30, 1),
         "browser": next((found for name in _BROWSERS if (found := shutil.which(name))), None),
         "search_path": [str(root) for root in catalog.search_path()],
         "data": {name: str(folder) if (folder := catalog.locate(name)) else None for name in catalog.CATALOG},

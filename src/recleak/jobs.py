@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from recleak.errors import ConfigError, RecleakError
-from recleak.machine import cores, end_with_parent, give_back, interrupts_wait, kept_to, shares
+from recleak.machine import cores, end_with_parent, give_back, interrupts_wait, kept_to, memory_line, shares
 from recleak.terminal import err, say
 
 _WIDE = 70  # characters from which there is room for a bar
@@ -60,15 +60,24 @@ class Cluster(Protocol):
 
 
 def do_all(
-    jobs: Sequence[J], work: Work[J], *, workers: int = 1, what: str = "run", cluster: Cluster | None = None
+    jobs: Sequence[J],
+    work: Work[J],
+    *,
+    workers: int = 1,
+    what: str = "run",
+    cluster: Cluster | None = None,
+    needs: Sequence[int] = (),
 ) -> dict[int, Outcome]:
     """All jobs, in order; how each went, by its place. `work` is a function of a module, or a partial of one.
 
-    With a cluster they are done there, and `workers` is its business.
+    With a cluster they are done there, and `workers` is its business. `needs`: the bytes that large jobs are known to
+    take; it is told first, and an error if those side by side need more than is free.
     """
     if workers < 1:
         raise ConfigError(f"workers is {workers}, expected at least 1.")
     workers = min(workers, max(1, len(jobs)))
+    if (large := [each for each in needs if each]) and cluster is None:
+        say(memory_line(large, workers), to=err)
     if cluster is not None and jobs:
         outcomes = cluster.outcomes(jobs, work)
     else:

@@ -10,10 +10,13 @@ import signal
 import sys
 import threading
 from _thread import interrupt_main
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+
+from recleak.errors import ConfigError
 
 _most: int | None = None  # cores that this process uses, whatever it may
 
@@ -58,6 +61,46 @@ def kept_to(share: Collection[int]) -> Iterator[None]:
 def _allowed() -> list[int]:
     found = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return list(found)[:_most]
+
+
+def free_memory() -> int | None:
+    """Bytes that programs can still get, swap included; None where the system does not tell. A container may allow less
+    than the machine has.
+    """
+    system = _told(Path("/proc/meminfo"))
+    if "MemAvailable" not in system:
+        return None
+    free = 1024 * (system["MemAvailable"] + system.get("SwapFree", 0))
+    group = Path("/sys/fs/cgroup")
+    try:
+        most, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no such group, or its limit is the word "max"
+        return free
+    return max(0, min(free, most - used + _told(group / "memory.stat").get("inactive_file", 0)))
+
+
+def _told(file: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    try:
+        lines = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+def memory_line(needs: Sequence[int], workers: int = 1) -> str:
+    """What runs that hold so many bytes take, so many of them side by side; an error if that is more than is free."""
+    together = sum(sorted(needs, reverse=True)[:workers])
+    side = f"{min(workers, len(needs))} side by side" if workers > 1 and len(needs) > 1 else "the largest"
+    what = f"{side} of {len(needs):,} runs" if len(needs) > 1 else "the run"
+    free = free_memory()
+    if free is not None and together > free:
+        raise ConfigError(
+            f"The nodes of {what} take {together / 1e9:.1f} GB, expected at most the {free / 1e9:.1f} GB that are free."
+            '\n  Use fewer workers, or precision="float16" for half of it, or fewer users or items.'
+        )
+    known = "" if free is None else f"; {free / 1e9:.1f} GB are free"
+    return f"The nodes of {what} take {together / 1e9:.1f} GB, beside working memory{known}."
 
 
 def give_back() -> None:

@@ -73,6 +73,18 @@ def measure(cell: Cell, threads: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
+def needed_bytes(cell: Cell) -> int:
+    """What the nodes of a gossip hold in it; 0 of another protocol, or where measuring will say what is wrong."""
+    try:
+        if cell.published or objects.find("protocol", cell.system.settings["protocol"]["use"]) is not Gossip:
+            return 0
+        made = made_of(cell, _split(cell), None)
+        users, items = made.train.n_users, made.train.n_items
+        return made.protocol.needed_bytes(made.components, users, items) if isinstance(made.protocol, Gossip) else 0
+    except RecleakError:
+        return 0
+
+
 def _split(cell: Cell) -> Split:
     """What is held out: an item; or of a model of what comes next, the last check-in, wherever the user was before."""
     kind = objects.find("model", cell.system.settings["model"]["use"])

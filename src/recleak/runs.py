@@ -49,7 +49,7 @@ from recleak.files import read_json, replace_text
 from recleak.findings import Findings
 from recleak.jobs import Cluster, Outcome, do_all
 from recleak.machine import cores
-from recleak.measuring import measure
+from recleak.measuring import measure, needed_bytes
 from recleak.models.base import Model
 from recleak.models.central import CentralModel
 from recleak.summary import tables
@@ -80,7 +80,7 @@ def audit_run(
         _begin(experiment, folder)
         plan = _Plan(experiment, folder)
         jobs = plan.missing()
-        outcomes = do_all(jobs, work, workers=workers, what="cell", cluster=cluster)
+        outcomes = do_all(jobs, work, workers=workers, what="cell", cluster=cluster, needs=_needs(jobs))
         _log(folder, [(job.label, outcomes[place]) for place, job in enumerate(jobs) if place in outcomes])
         findings = plan.findings(command)
         findings.write(folder)
@@ -91,6 +91,13 @@ def audit_run(
             f"are stored in {folder}.\n  Mend what the errors above say, then run the same command again."
         )
     return findings
+
+
+def _needs(jobs: Sequence[Cell | Baselines]) -> list[int]:
+    """The bytes that each is known to take; the seeds of a system take the same."""
+    systems = {canonical(job.system.settings): job for job in jobs if isinstance(job, Cell)}
+    known = {name: needed_bytes(cell) for name, cell in systems.items()}
+    return [known[canonical(job.system.settings)] if isinstance(job, Cell) else 0 for job in jobs]
 
 
 def work(job: Cell | Baselines, threads: int) -> None:

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -161,6 +162,22 @@ def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
         raise unknown_name("sharing", str(run["sharing"]), sharing)
     made = Setting(split, model, sharing[str(run["sharing"])], protocols[how], size, variant, seed)
     return private(made, run)
+
+
+def needed_bytes(run: Mapping[str, Scalar], variant: str) -> int:
+    """What the nodes of a gossip hold at most: who shares less holds a little less."""
+    if run["protocol"] == "fl":
+        return 0
+    return _held(variant, tuple((name, run[name]) for name in ("data", "preset", "model") if name in run))
+
+
+@cache
+def _held(variant: str, named: tuple[tuple[str, Scalar], ...]) -> int:
+    made = setting({**dict(named), "protocol": "rand", "sharing": "full"}, variant, 0)
+    if not isinstance(made.protocol, Gossip):
+        raise AssertionError("rand is a gossip")
+    parts = made.defense.sharing(made.model.components())
+    return made.protocol.needed_bytes(parts, made.train.n_users, made.train.n_items)
 
 
 def _learning(

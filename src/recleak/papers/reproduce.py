@@ -38,7 +38,8 @@ class Runner(Protocol):
     """What a paper's `runner` names; its module may have a number `VERSION`: results of another number do not count.
 
     Where one run needs what another gave, the module has `needs(run)`, pairs of a run and an ask that are measured
-    first, and `hear(run, variant, seed, series)`, which is told what is stored of them before a run.
+    first, and `hear(run, variant, seed, series)`, which is told what is stored of them before a run. Where runs are
+    large, `needed_bytes(run, variant)` says what one takes, before any begins; 0 for one that is not.
     """
 
     def __call__(
@@ -175,8 +176,19 @@ def _answered(store: Store, question: Question, seed: int, names: set[str]) -> b
 def measure_all(paper: Paper, runs: Sequence[Run], store: Store, *, workers: int = 1) -> int:
     """Measure what is missing and store it; returns how many runs failed. An error in one does not stop the others."""
     runner_module(paper)  # an import that fails does so here, once
-    outcomes = do_all(runs, partial(measure, runner=paper.runner, store=store), workers=workers)
+    work = partial(measure, runner=paper.runner, store=store)
+    outcomes = do_all(runs, work, workers=workers, needs=[needed_bytes(run) for run in runs])
     return sum(bool(outcome.problems) for outcome in outcomes.values())
+
+
+def needed_bytes(run: Run) -> int:
+    """What is known of the memory that a run takes; 0: nothing."""
+    question = run.wanted[0].question
+    tells = getattr(import_module(question.runner.partition(":")[0]), "needed_bytes", None)
+    try:
+        return 0 if tells is None else int(tells(question.run, question.variant))
+    except RecleakError:  # measuring will say what is wrong
+        return 0
 
 
 def measure(run: Run, threads: int, *, runner: str, store: Store) -> Iterator[str]:

@@ -38,7 +38,7 @@ from recleak.data.sequences import Transitions
 from recleak.defenses.base import Defense, hooks
 from recleak.defenses.base import check as check_defense
 from recleak.errors import ConfigError, unknown_name
-from recleak.machine import give_back, interrupts_arrive
+from recleak.machine import give_back, interrupts_arrive, memory_line
 from recleak.models.base import Model
 from recleak.models.components import Component, by_name
 from recleak.progress import Progress
@@ -257,6 +257,7 @@ class _Run:
         check_features(model, user_features, train)
         self.protocol, self.taps, self.chunk, self.seed = protocol, taps, chunk, seed
         self.train = train if model.needs_transitions else train.distinct()  # who comes again does so in a sequence
+        _log.info(memory_line([protocol.needed_bytes(components, train.n_users, train.n_items)]))
         local = protocol.local
         examples = examples_of(model, self.train, local, spare, seed)
         self.nodes = np.flatnonzero(examples.count).astype(np.int64)

@@ -1,7 +1,7 @@
 """What the nodes of a gossip hold, each its own parameters: the first ones, merges, changes, what nobody can use.
 
 What cannot be a model, whoever sent it: what has not the form of one, a number that is not finite, one above `LARGEST`,
-and one more than `TIMES` as large as the largest of the receiver, or as 1 if that is larger.
+and one more than `TIMES` times as large as the largest of the receiver, or as 1 if that is larger.
 """
 
 from __future__ import annotations
