@@ -23,6 +23,7 @@ from recleak.errors import ConfigError
 from recleak.kernels_gmf import score_pairs
 from recleak.models.components import Component, Normal
 from recleak.models.mf import GMF, MF
+from recleak.models.prme import PRMEG
 from recleak.protocols.federated import Federated, train_federated
 from recleak.protocols.gossip import Gossip, train_gossip
 from recleak.recording import Listening
@@ -554,3 +555,37 @@ def test_groups_do_not_change_what_others_have_in_common() -> None:
     item = push.params["item"]
     torch.testing.assert_close(state["common"][1], (item[2] / 4 + item[7]) / 1.25)
     assert not bool(state["common"][2].any())
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["full", "share less"])
+def test_the_chain_at_a_node_reads_preferences_of_places(shared: bool) -> None:
+    """Preferences for own places come near to the sender's vector; the other table says nothing here."""
+    draws = torch.Generator().manual_seed(2)
+    model, n, items, own = PRMEG(4), 12, 60, 6
+    components = (FULL if shared else ShareLess()).sharing(model.components())
+    user = torch.randn(n, 4, generator=draws)
+    user[:, 0] += 2
+    table = 0.1 * torch.randn(items, 4, generator=draws)
+    mine = torch.rand(n, items, generator=draws).argsort(1)[:, :own]
+    mine[1] = mine[0]
+    step = torch.zeros(n, items).scatter_(1, mine, 0.3)
+    params = {
+        "item.preference": table + step.unsqueeze(2) * (user.unsqueeze(1) - table),
+        "item.sequence": torch.randn(n, items, 4, generator=draws),
+    }
+    if shared:
+        params["user"] = user.expand(n, n, 4)
+    params = {name: value[1:].clone() for name, value in params.items()}
+    targets = torch.zeros(1, items).index_fill_(1, mine[0], 1.0)
+    groups = torch.zeros(1, n, dtype=torch.bool)
+    groups[0, 0] = True
+    popularity = torch.full((items,), own * n / items) + targets[0]  # some places are popular, as they are
+    public = {"targets": targets, "popularity": popularity, "groups": groups}
+    knowledge = Knowledge(model, n, items, components, LocalTraining(), Defense(), public)
+    push = Push(0, torch.arange(1, n), torch.zeros(n - 1, dtype=torch.int64), params, torch.arange(n - 1))
+    attack, state = PeerCommunityThroughItems(), PeerCommunityThroughItems().init(knowledge)
+    for tick in range(2):
+        state = attack.fold(knowledge, state, replace(push, round=tick))
+    score = attack.answer(knowledge, state, WhoBelongs(torch.arange(1), torch.arange(n)))[0]
+    assert int(score.argmax()) == 1
+    assert float(score[1]) > 0.7

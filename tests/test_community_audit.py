@@ -40,10 +40,17 @@ def table(data: str, **changes: Any) -> dict[str, Any]:
             {"use": "federated", "name": "federated", "rounds": 5, "aggregation": "weighted", "local": LOCAL},
             {"use": "gossip", "name": "gossip", "rounds": 5, "refresh": 1, "local": LOCAL},
         ],
-        "defenses": ["share", "share-less", "secure-aggregation"],
+        "defenses": [
+            "share",
+            "share-less",
+            "secure-aggregation",
+            {"use": "chain", "name": "share, sums", "defenses": ["share", "secure-aggregation"]},
+        ],
         "attacks": [
             {"use": "community", "name": "CDA", "scoring": "standardized"},
             {"use": "community", "name": "CDA, fitted", "scoring": "standardized", "vector": "fitted"},
+            {"use": "community", "name": "CDA, mean", "scoring": "standardized", "vector": "mean", "colluders": 0.2},
+            {"use": "community-of-sums", "name": "rows of sums", "scoring": "standardized", "reading": "movement"},
             {"use": "community-of-peers", "name": "CDA at nodes", "scoring": "standardized"},
             {"use": "community-of-peers", "name": "CDA at colluders", "scoring": "standardized", "colluders": 0.3},
             {"use": "community-of-peers", "name": "CDA, own vector", "vector": "told"},
@@ -128,16 +135,35 @@ def test_what_cannot_be_is_said(whole: tuple[Findings, Path]) -> None:
     assert "no vantage point Server" in reasons["gossip", "share", "CDA"]
     assert "Choose another vector" in reasons["federated", "share-less", "CDA"]
     assert "no upload of a single client" in reasons["federated", "secure-aggregation", "CDA"]
+    assert "No row of the sum is a single user's" in reasons["federated", "share-less", "rows of sums"]
+    assert "no vantage point Aggregator" in reasons["gossip", "share", "rows of sums"]
     assert "secure aggregation in a gossip" in reasons["gossip", "secure-aggregation", "CDA at nodes"]
     values = findings.scores.filter(pl.col("value").is_not_null())
     known = {(row["protocol"], row["defense"], row["attack"]) for row in values.to_dicts()}
     for protocol, defense, attack in (
         ("federated", "share-less", "CDA, fitted"),
+        ("federated", "share-less", "CDA, mean"),
+        ("federated", "share, sums", "rows of sums"),
+        ("federated", "share, sums", "random users of sums"),
         ("federated", "share-less", "community-through-items"),
         ("gossip", "share-less", "CDA, own vector"),
         ("gossip", "share", "CDA at colluders"),
     ):
         assert (protocol, defense, attack) in known
+
+
+@pytest.mark.heavy
+def test_secure_aggregation_does_not_hide_a_users_own_row(data: str, tmp_path: Path) -> None:
+    changes = {
+        "protocol": [{"use": "federated", "rounds": 30, "aggregation": "mean", "local": LOCAL}],
+        "defenses": [{"use": "chain", "defenses": ["share", "secure-aggregation"]}],
+        "attacks": [
+            {"use": "community-of-sums", "name": "rows of sums", "scoring": "standardized", "reading": "movement"}
+        ],
+    }
+    findings = audit_run(experiment(table(data, **changes)), tmp_path / "run", command="test")
+    leak = findings.verdicts.to_dicts()[0]
+    assert (leak["attack"], leak["null"], leak["verdict"]) == ("rows of sums", "random users of sums", "leaks")
 
 
 @pytest.mark.heavy
