@@ -14,6 +14,7 @@ from torch import Tensor
 from recleak.defenses import clipping
 from recleak.defenses.base import HOOKS, Chain, Defense, Lists, Scene, check, hooks, without_data_hooks
 from recleak.defenses.clipping import ClipByNorm
+from recleak.defenses.early_stop import EarlyStop
 from recleak.defenses.labels import FakeItems, RandomizedLabels
 from recleak.defenses.noise import GaussianNoise, LaplaceNoise
 from recleak.defenses.secure_aggregation import SecureAggregation
@@ -41,6 +42,11 @@ def every(scale: float) -> dict[str, float]:
 class TestIdentity(DefenseContract):
     defense = Defense()
     neutral = Chain()
+
+
+class TestEarlyStop(DefenseContract):
+    defense = EarlyStop(0.4)
+    neutral = EarlyStop(0.4)
 
 
 class TestClipClient(DefenseContract):

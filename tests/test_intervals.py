@@ -421,8 +421,9 @@ def guesses(rng: np.random.Generator, users: int, popular: float) -> tuple[Float
 @pytest.mark.parametrize(("popular", "most"), [(1.0, 0.1), (0.3, 0.1), (0.0, 0.02)])
 def test_guesses_about_communities_alarm_as_rarely_as_they_may(popular: float, most: float) -> None:
     """An interval of 95 % misses 0.5 in 5 %, give or take what 150 tell; of adversaries alone it misses it by far."""
-    rng, missed, alone = np.random.default_rng(12), [], []
-    users = np.arange(100)
+    missed: list[bool] = []
+    alone: list[bool] = []
+    rng, users = np.random.default_rng(12), np.arange(100)
     for turn in range(150):
         auc, column = auc_both_ways(*guesses(rng, len(users), popular))
         for found, values in ((missed, both_ways(auc, column)), (alone, auc)):

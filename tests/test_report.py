@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -280,6 +280,49 @@ def test_the_most_exposed_users_are_named_and_no_others(tree: Element, made: str
     assert {row[0] for row in table.cells} <= set(best.filter(pl.col("rank") <= 10)["user"])
 
 
+@pytest.mark.parametrize(
+    ("question", "metric", "heading", "axis"),
+    [
+        ("community", "bound", "Who is found in communities", "share of the adversaries of its community who find"),
+        ("faith", "accuracy", "Who is found: faith", "share of the adversaries who find a user"),
+        ("gender", "macro-f1", "Of whom it is told: gender", "probability given to what is true of a user"),
+    ],
+)
+def test_people_without_an_auc_of_their_own_are_exposed_too(
+    no_library: None, question: str, metric: str, heading: str, axis: str
+) -> None:
+    scores = [
+        {**VALUE, "question": question, "attack": "A", "role": "attack", "metric": each} for each in ("auc", metric)
+    ]
+    risk = [
+        {"question": question, "attack": "A", "seed": 0, "user": f"u{rank}", "activity": 7, "rank": rank}
+        | {"exposed": None if rank == 31 else 1 - (rank - 1) / 30}
+        for rank in range(1, 32)
+    ]
+    made = render(one(verdicts=[{**VERDICT, "question": question}], scores=scores, risk=risk))
+    section = parsed(made).at("exposed")
+    assert [each.words for each in section.every("h3")] == [heading]
+    assert axis in made
+    numbers, named = section.every("table")
+    assert numbers.cells[0] == ["none", "30", "51.7 %", "13 %", "52 %", "90 %", "53 %", "0 %"]
+    assert len(named.cells) == 10
+    assert named.cells[0] == ["u1", "7", "100 %"]
+    assert "AUC" not in named.text
+
+
+def test_how_much_of_a_community_is_found_stands_beside_the_bound(no_library: None) -> None:
+    names = ("auc", "accuracy", "bound", "accuracy@best", "accuracy@chosen", "accuracy@10%")
+    key = {"question": "community", "attack": "A", "role": "attack"}
+    scores = [{**VALUE, **key, "metric": name, "value": 0.5 + place / 10} for place, name in enumerate(names)]
+    page = parsed(render(one(verdicts=[{**VERDICT, "question": "community"}], scores=scores)))
+    (table,) = [each for each in page.at("parts").every("table") if "How much of a community" in each.text]
+    assert table.cells[0][:2] == ["none", "A"]
+    assert [cell[:5] for cell in table.cells[0][2:6]] == ["0.600", "0.700", "0.800", "0.900"]
+    assert "accuracy, best round by the truth" in table.text
+    assert "accuracy, round chosen without the truth" in table.text
+    assert table.cells[0][-1] == "–", "what was not measured is a dash"
+
+
 def test_parts_that_were_not_measured_say_why(tree: Element) -> None:
     tables = [each for each in tree.at("parts").every("table") if "component" in each.every("caption")[0].words]
     assert ["user", "none", "–", "not sent: the client keeps it"] in tables[0].cells
@@ -496,7 +539,7 @@ def test_baselines_of_the_setting_are_reference_lines(tree: Element) -> None:
 
 def test_no_number_of_systems_is_too_many_for_a_chart() -> None:
     marks = charts.series_of(f"defense {place}" for place in range(100))
-    rows = [{"series": mark.label, "auc": x / 80, "share": 0.5} for mark in marks for x in range(80)]
+    rows = [{"series": mark.label, "exposure": x / 80, "share": 0.5} for mark in marks for x in range(80)]
     (packed,) = [each for each in charts.exposure(rows, marks)["datasets"].values() if "share" in each["columns"]]
     assert len(packed["rows"]) == 8000
 
@@ -848,6 +891,18 @@ def test_the_matrix_as_markdown(tmp_path: Path) -> None:
     once = text
     matrix.write_markdown(sample(), target)
     assert target.read_text(encoding="utf-8") == once
+
+
+def test_an_attack_that_answers_as_another_has_a_footnote() -> None:
+    key = {"role": "attack", "metric": "auc"}
+    scores: list[dict[str, Any]] = [
+        {**VALUE, **key, "attack": "A", "reason": None},
+        {**VALUE, **key, "attack": "B", "reason": "The same as 'A': it answers alike here, about every user."},
+    ]
+    found = one(verdicts=[VERDICT], scores=scores)
+    text = matrix.markdown(replace(found, about={**found.about, "level": 0.95}))
+    assert "| **0.900 [0.850, 0.950]** | 0.900 [0.850, 0.950] (a) |" in text
+    assert "(a) The same as 'A'" in text
 
 
 def test_a_page_without_a_place_is_refused(tmp_path: Path) -> None:
