@@ -374,8 +374,8 @@ class ThroughItems:
 class TrueItems:
     """What the true interactions tell to the reader of the chain: a reference beside attacks, and no attack.
 
-    It needs `own items`, i64[n, 2] of a client and an item, in the public knowledge: **no adversary has them**. Who
-    holds the truth, such as an audit, hands them over. What `ThroughItems` lacks to it is what hides the interactions; a
+    It needs `own items`, i64[n, 2] of a client and an item, in the public knowledge: **no adversary has them**. An
+    audit, which holds the truth, hands them over. What `ThroughItems` lacks to it is what hides the interactions; a
     better reader may tell more.
     """
 
