@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from recleak.audited import _graded, ranked, stored
+from recleak.cells import Ask
 from recleak.data import lines
 from recleak.data.arrays import Arrays
 from recleak.data.columns import read_columns, read_users
@@ -469,11 +470,13 @@ def test_cells_that_are_not_ours_are_refused(tmp_path: Path) -> None:
     whole = {"user": [0, 2], "valid": [True, False], "auc": [0.5, None], "exposed": [0.1, 0.2], "accuracy": [0.0, 1.0]}
     table = pl.DataFrame({**whole, "round": [0, 0], "activity": [3, 4]})
     table.write_parquet(tmp_path / "a.parquet")
-    assert _graded(tmp_path / "a.parquet", 3, items=False).equals(table)
-    for users, items, frame in ((2, False, table), (3, True, table), (3, False, table.drop("auc"))):
+    items, gender, community = Ask("a", {}), Ask("a", {}, attribute="gender"), Ask("a", {}, community=5)
+    assert _graded(tmp_path / "a.parquet", 3, gender).equals(table)
+    cases = ((2, gender, table), (3, items, table), (3, community, table), (3, gender, table.drop("auc")))
+    for users, ask, frame in cases:
         frame.write_parquet(tmp_path / "a.parquet")
         with pytest.raises(DataError, match="it will be measured again"):
-            _graded(tmp_path / "a.parquet", users, items=items)
+            _graded(tmp_path / "a.parquet", users, ask)
 
 
 def test_ranks_that_are_not_ours_are_refused(tmp_path: Path) -> None:

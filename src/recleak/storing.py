@@ -234,8 +234,9 @@ def _as_victims(hits: Tensor, share: Tensor, truth: Tensor) -> NDArray[np.float6
 
     The hits that it is, i64[U], less those that are expected of a member of the communities in which it is.
     """
-    column: NDArray[np.float64] = (hits - truth.double().T @ share.double()).numpy()
-    return (column - column.mean()) / max(1.0, float(truth.sum(1).double().mean()))
+    column = hits - truth.double().T @ share.double()
+    values: NDArray[np.float64] = ((column - column.mean()) / truth.sum(1).double().mean().clamp(min=1)).numpy()
+    return values
 
 
 def _listed(values: NDArray[np.float64]) -> list[float | None]:
