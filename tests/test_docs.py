@@ -57,7 +57,11 @@ def printed(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["matrix", "matrix-noise", "matrix-dp", "matrix-lists", "matrix-gerai", "matrix-gossip", "matrix-pfedrec"]
+    "name",
+    [
+        *("matrix", "matrix-noise", "matrix-dp", "matrix-gossip", "matrix-lists", "matrix-gerai", "matrix-rivals"),
+        "matrix-pfedrec",
+    ],
 )
 def test_the_matrix_is_what_its_file_plans(name: str) -> None:
     assert printed(name) == planned(name)

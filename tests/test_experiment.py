@@ -51,6 +51,7 @@ def test_a_name_of_ones_own() -> None:
         ({"defenses": ["nonee"]}, r"Did you mean 'none'"),
         ({"seeds": 0}, r"seeds: got 0, .*at least 1"),
         ({"seeds": [1, 1]}, r"different"),
+        ({"seeds": 10**18}, r"at most 10,000"),  # at once
         ({"level": 2.0}, r"level: got 2.0"),
         ({"data": {"nam": "x"}}, r"Did you mean 'name'"),
         ({"attacks": []}, r"attacks: got an empty list"),

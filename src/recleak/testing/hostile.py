@@ -27,12 +27,14 @@ import torch
 from safetensors.numpy import save
 
 from recleak.audited import ranked, stored
-from recleak.data import store
+from recleak.data import catalog, store
 from recleak.data.arrays import Arrays
 from recleak.data.columns import read_columns, read_ids, read_lists, read_users
 from recleak.data.describe import describe
+from recleak.data.fetch import unpack
 from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
+from recleak.experiment import experiment, quick_start
 from recleak.experiment import read as read_experiment
 from recleak.files import read_table
 from recleak.findings import TABLES, Findings
@@ -45,6 +47,7 @@ from recleak.protocols.published import Published
 from recleak.protocols.recorded import checked, survey
 from recleak.protocols.saving import Checkpoint
 from recleak.protocols.vectors import Kind, Vectors
+from recleak.published import check_folder
 from recleak.recording import Recorder, read_manifest, replay
 from recleak.testing.samples import Files, data_sets, parquet_of
 from recleak.training.optimizers import Adam
@@ -126,7 +129,7 @@ def _broken_file(name: str, data: bytes, draw: dice.Random, others: Files) -> by
                 return _json_text(data, draw)
             if name.endswith(".safetensors"):
                 return _tensors(data, draw)
-            if name.endswith(".npz"):
+            if name.endswith((".npz", ".zip")):
                 return _npz(data, draw)
             if name.endswith(".parquet") and draw.random() < 0.7:
                 return _table(data, draw)
@@ -225,7 +228,7 @@ def _tensors(data: bytes, draw: dice.Random) -> bytes:
 
 
 def _npz(data: bytes, draw: dice.Random) -> bytes:
-    """An archive with an odd member."""
+    """An archive with an odd member, or an odd list of them."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(out, "w") as made:
         names = archive.namelist()
@@ -345,6 +348,8 @@ def readers(folder: Path, paper: Paper | None = None) -> dict[str, Reader]:
         "ids": Reader(lambda at: read_ids(at / "a.csv", "item"), {"a.csv": b"item\nx\ny\nz\n"}, 1),
         "findings": Reader(Findings.read, _findings(folder / "findings"), 2),
         "facts of a cell": Reader(_facts, {"a.json": b'{"reason": null, "roc": []}', "a.parquet": _parquet(table)}, 2),
+        "archive": Reader(_archive, {"a.zip": _zip({"x/a.csv": table.encode(), "x/b.csv": people.encode()})}, 3),
+        "run directory": Reader(_directory, {"experiment.json": _experiment()}, 1),
         "ranks of a cell": Reader(_ranks, {"a.parquet": parquet_of(_metrics()), "b.parquet": parquet_of(_named())}, 2),
         "lists of a run": Reader(_lists, {"a.parquet": parquet_of(_shown())}, 2),
         "vectors of a run": Reader(_vectors, {"a.safetensors": _given(folder)}, 2),
@@ -514,6 +519,29 @@ def _findings(folder: Path) -> Files:
 def _facts(folder: Path) -> None:
     stored(folder / "a.json", "reason")
     read_table(folder / "a.parquet")
+
+
+def _zip(members: Files) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(zipfile.ZipInfo(name), data)
+    return out.getvalue()
+
+
+def _archive(folder: Path) -> None:
+    """As it comes from a publisher."""
+    (folder / "out").mkdir()
+    entry = catalog.CATALOG["taobao"]  # whose hashes nobody knows
+    unpack(folder / "a.zip", {"x/a.csv": "a.csv", "x/b.csv": "b.csv"}, folder / "out", entry)
+
+
+def _experiment() -> bytes:
+    return experiment(quick_start()).model_dump_json().encode()
+
+
+def _directory(folder: Path) -> None:
+    check_folder(folder)
 
 
 def _metrics() -> pl.DataFrame:
