@@ -107,16 +107,20 @@ def similar_by_moved(
         taken, tied, lost, lost_level = 0, 0, 0, 0  # the last two: of rows above and at it, those that do not count
         for i in range(items):
             off = apart.shape[0] > 0 and apart[what[k], i] != 0
-            mine = np.float32(0) if off else wanted[i]
-            count += mine
+            if not off:
+                count += wanted[i]
             if moved[i] > limit:
-                above += mine
                 taken += 1
-                lost += off
+                if off:
+                    lost += 1
+                else:
+                    above += wanted[i]
             elif moved[i] == limit:
-                level += mine
                 tied += 1
-                lost_level += off
+                if off:
+                    lost_level += 1
+                else:
+                    level += wanted[i]
         share = (size - taken) / tied
         both = above + level * share
         out[k] = both / max(count + size - lost - lost_level * share - both, 1.0)

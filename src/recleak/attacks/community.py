@@ -267,13 +267,14 @@ class ScoredCommunity:
         bias = models[_BIAS].squeeze(-1) if _BIAS in models else torch.zeros(len(head))
         table = models["item"]
         if self.scoring == "standardized":
-            apart = table[:, sample] - table[:, sample].mean(1, keepdim=True)  # f32[m, S, d]
-            spread = apart.transpose(1, 2) @ apart / max(len(sample) - 1, 1)
-            given = (table, head, bias, vector, item, offset, off, table[:, sample].mean(1), spread, adversary, model)
-            standardize_pairs(*(each.contiguous().numpy() for each in given), out.numpy())
+            center = table[:, sample].mean(1)
+            around = table[:, sample] - center.unsqueeze(1)  # f32[m, S, d]
+            beside: tuple[Tensor, ...] = (center, around.transpose(1, 2) @ around / max(len(sample) - 1, 1))
         else:
-            given = (table, head, bias, vector, item, offset, off, sample, adversary, model)
-            score_pairs(*(each.contiguous().numpy() for each in given), out.numpy())
+            beside = (sample,)
+        given = (table, head, bias, vector, item, offset, off, *beside, adversary, model)
+        compiled = standardize_pairs if self.scoring == "standardized" else score_pairs
+        compiled(*(each.contiguous().numpy() for each in given), out.numpy())
         return out
 
     def _of_targets(self, logits: Tensor, inside: Tensor) -> Tensor:
