@@ -276,10 +276,9 @@ def gossip_loop(merging: gossip.Merging, shared: bool, seed: int = 0) -> dict[in
     first = first_nodes(components, data.n_users, data.n_items, seed, "float32")
     has = {int(n): {name: value[n].double() for name, value in first.items()} for n in nodes}
     own = MODEL.components()[0].draw(seed, nodes).double()
-    weight, view = source.positives.astype(float), np.zeros((len(nodes), 0), np.int64)
+    weight = source.positives.astype(float)
     for tick in range(protocol.rounds):
-        if tick % protocol.refresh == 0:
-            view = random_views(nodes, protocol.degree, seed, tick // protocol.refresh, old=view)
+        view = random_views(nodes, protocol.degree, seed, tick // protocol.refresh)
         sent = {node: dict(params) for node, params in has.items()}
         messages = [(int(sender), int(to)) for place, sender in enumerate(nodes) for to in view[place]]
         lot = {pair: int(random.bits(seed, "order", tick, *pair)) for pair in messages}
