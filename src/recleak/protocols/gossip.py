@@ -406,7 +406,7 @@ class _Run:
         """New peers; the best whom a node has heard since the last ones are among its personal peers."""
         protocol = self.protocol
         if self.panel is None or epoch == 0:
-            return random_views(self.nodes, protocol.degree, self.seed, epoch, old=self.view if epoch else None)
+            return random_views(self.nodes, protocol.degree, self.seed, epoch)
         best = best_heard(self.known[self.nodes], self.nodes, protocol.stay, self.seed, epoch)
         self.known.fill(-1.0)
         return random_views(self.nodes, protocol.degree, self.seed, epoch, best)

@@ -15,15 +15,10 @@ _NAMES = ("sent", "sender", "receiver")
 
 
 def random_views(
-    nodes: NDArray[np.int64],
-    degree: int,
-    seed: int,
-    epoch: int,
-    kept: NDArray[np.int64] | None = None,
-    old: NDArray[np.int64] | None = None,
+    nodes: NDArray[np.int64], degree: int, seed: int, epoch: int, kept: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
     """Distinct random peers of each node, i64[n, degree], never itself; the first ones are those in `kept`, i64[n, k],
-    where it is not -1. Nobody in `old`, i64[n, k], comes again, if there are enough others.
+    where it is not -1.
 
     Every set of peers is equally likely, as random peer sampling aims at (Jelasity et al. 2007).
     """
@@ -31,7 +26,6 @@ def random_views(
     if degree >= n:
         raise ConfigError(f"degree is {degree}, expected at most {n - 1}: the other nodes.")
     view = np.full((n, degree), -1, np.int64)
-    gone = np.zeros((n, 0), np.int64) if old is None or degree + old.shape[1] >= n else old
     if kept is not None:
         view[:, : kept.shape[1]] = kept
     for place in range(degree):
@@ -39,7 +33,6 @@ def random_views(
         while len(todo):
             drawn = nodes[random.below(n, seed, "peer", epoch, nodes[todo], place, attempt)]
             twice = (view[todo] == drawn[:, None]).any(1) | (drawn == nodes[todo])
-            twice |= (gone[todo] == drawn[:, None]).any(1)
             view[todo[~twice], place] = drawn[~twice]
             todo, attempt = todo[twice], attempt + 1
     return view
