@@ -153,15 +153,17 @@ def test_what_cannot_be_is_said(whole: tuple[Findings, Path]) -> None:
 
 
 @pytest.mark.heavy
-def test_secure_aggregation_does_not_hide_a_users_own_row(data: str, tmp_path: Path) -> None:
+def test_secure_aggregation_does_not_hide_a_users_own_row(tmp_path: Path) -> None:
+    made = Synthetic(n_users=240, n_items=60, mean_activity=14, min_activity=6, coupling=1.0).generate()
+    store.save(made, tmp_path / "small", name="small")  # enough users that two seeds and both sides can tell
     changes = {
-        "protocol": [{"use": "federated", "rounds": 30, "aggregation": "mean", "local": LOCAL}],
+        "protocol": [{"use": "federated", "rounds": 60, "aggregation": "mean", "local": LOCAL}],
         "defenses": [{"use": "chain", "defenses": ["share", "secure-aggregation"]}],
         "attacks": [
             {"use": "community-of-sums", "name": "rows of sums", "scoring": "standardized", "reading": "movement"}
         ],
     }
-    findings = audit_run(experiment(table(data, **changes)), tmp_path / "run", command="test")
+    findings = audit_run(experiment(table(str(tmp_path / "small"), **changes)), tmp_path / "run", command="test")
     leak = findings.verdicts.to_dicts()[0]
     assert (leak["attack"], leak["null"], leak["verdict"]) == ("rows of sums", "random users of sums", "leaks")
 

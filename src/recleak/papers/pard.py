@@ -503,7 +503,11 @@ class BestRound:
             "validation": np.array([self.value if self._model else made.recall(model)]),
         }
         kept = best.store.read(made.everybody).values
-        self.kept = {name: kept[name] for name in ("user", "user.private") if name in kept}
+        self.kept = {
+            part.name: kept[part.name]
+            for part in best.task.components
+            if part.storage == "per_user" and part.role == "user" and not part.shared and part.name in kept
+        }
         self._model = None
 
     @property
