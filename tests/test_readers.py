@@ -526,7 +526,7 @@ def test_json_lines_become_objects_a_piece_at_a_time(tmp_path: Path, monkeypatch
     monkeypatch.setattr(lines, "BLOCK_BYTES", 1 << 20)  # all of it is one block
     fields, peaks, tables = [Field("user", "reviewerID", required=True)], [], []
     for most in (1 << 30, 1 << 14):
-        monkeypatch.setattr(text_module, "JSON_BYTES", most)
+        monkeypatch.setattr(lines, "_PIECE", most)
         tracemalloc.start()
         tables.append(read_json_lines(tmp_path / layout.file, fields)[0])
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -538,6 +538,24 @@ def test_json_lines_become_objects_a_piece_at_a_time(tmp_path: Path, monkeypatch
     found = note(layout.read(write(tmp_path, {layout.file: text_bytes(rows)})), "rows dropped")
     assert (found.line, found.count) == (7_001, 1)
     assert "not a JSON object of at most 200 bytes" in found.what
+
+
+def test_short_lines_that_are_not_utf8_take_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As objects of Python the lines of a block took fifty times its size."""
+    path = tmp_path / "a.tsv"
+    path.write_bytes(b"u\t2\n" * 200_000 + b"u\xe9\t1\n")
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 2 << 20)  # all of it is one block
+    found, peaks = [], []
+    for most in (1 << 30, 1 << 14):
+        monkeypatch.setattr(lines, "_PIECE", most)
+        tracemalloc.start()
+        found.append(read_text(path, [Field("user", 0), Field("item", 1, integer)], separator="\t", header=False))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert found[0][0].equals(found[1][0])
+    assert found[0][1] == found[1][1]
+    assert found[1][0]["user"][-1] == "u\xe9"
+    assert peaks[1] < peaks[0] / 2
 
 
 def test_taobao_values(tmp_path: Path) -> None:

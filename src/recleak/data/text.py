@@ -20,7 +20,7 @@ from pathlib import Path
 import polars as pl
 
 from recleak.data.interactions import Note
-from recleak.data.lines import BLANK, LineFeed, Tally
+from recleak.data.lines import BLANK, LineFeed, Tally, pieces
 from recleak.errors import DataError
 
 _UNIT = b"\x1f"  # ASCII's own separator of fields
@@ -28,7 +28,7 @@ SEPARATORS = ("\t", "::", "|", ";", ",", " ")
 _FIRST_TIME = int(datetime(1900, 1, 1, tzinfo=UTC).timestamp())
 _LAST_TIME = int(datetime(2201, 1, 1, tzinfo=UTC).timestamp()) - 1
 _WIDEST = 10_000  # fields in a row: each costs memory of its own in every block
-JSON_BYTES = 1 << 20  # of a line of JSON, and of lines that are objects of Python at a time
+JSON_BYTES = 1 << 20  # of a line of JSON
 _AGREEMENT = 0.9  # of the lines must have as many fields as the first
 
 Parse = Callable[[pl.Series], pl.Series]
@@ -226,9 +226,11 @@ def _batches(feed: LineFeed, positions: Sequence[int], separator: str, width: in
     while feed.peek() is not None:
         if not (quoted and b'"' in feed.block):
             number, body = feed.rest()
-            yield _even(number, body, positions, separator, width) or _uneven(
-                number, body, positions, separator, width, feed.tally
-            )
+            if (even := _even(number, body, positions, separator, width)) is not None:
+                yield even
+                continue
+            for first, piece in pieces(number, body):  # a block of very short lines is many rows
+                yield _uneven(first, piece, positions, separator, width, feed.tally)
             continue
         reader = _csv_reader(feed, separator)
         numbers: list[int] = []
@@ -355,7 +357,7 @@ def read_json_lines(path: Path, fields: Sequence[Field]) -> tuple[pl.DataFrame, 
     feed = _open(path, tally)
     parts = []
     while feed.peek() is not None:
-        for number, body in _pieces(*feed.rest()):
+        for number, body in pieces(*feed.rest()):
             lines = body.decode().removesuffix("\n").split("\n")
             filled = [(at, line) for at, line in enumerate(lines, number) if line.strip(BLANK)]
             tally.blank += len(lines) - len(filled)
@@ -369,16 +371,6 @@ def read_json_lines(path: Path, fields: Sequence[Field]) -> tuple[pl.DataFrame, 
             parts.append(_parse(batch, fields, 1, "", tally))
     tally.check()
     return _joined(parts, fields), tally.notes(latin_expected=False)
-
-
-def _pieces(number: int, body: bytes) -> Iterator[tuple[int, bytes]]:
-    """Lines in pieces with the number of their first: as objects of Python they take a hundred times their size."""
-    start = 0
-    while start < len(body):
-        end = body.find(b"\n", start + JSON_BYTES) + 1 or len(body)
-        piece = body[start:end]
-        yield number, piece
-        number, start = number + piece.count(b"\n"), end
 
 
 def _object(line: str) -> dict[str, object]:
