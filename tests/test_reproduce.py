@@ -699,6 +699,9 @@ def test_the_same_users_are_compared_user_by_user(fake: Path, capsys: pytest.Cap
     capsys.readouterr()
     run(fake, "--no-run")
     assert "differences of the same users 0.1000 [" in capsys.readouterr().out.replace("\n", " ")
+    files = sorted((fake / "out").rglob("*-2.json"))
+    files[0].unlink()  # one seed of one cell: the seeds that both have are compared
+    assert results_of(paper, fake / "out", None).judge(paper.claims[0]).ours == ("holds", "holds")
     other = named.replace("np.arange(50.0)", 'np.arange(50.0) + (run["model"] == "s")')
     assert judged(other) == alone  # other users
     short = named.replace("np.arange(50.0)", "np.arange(49.0)")

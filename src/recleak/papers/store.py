@@ -284,17 +284,20 @@ class Results:
         return Judged(claim, tuple(ours), tuple(theirs), tuple(seeds), tuple(differences))
 
     def _difference(self, left: str, right: str) -> Ours | None:
-        """Left - right of two cells, if what counts of both is stored, with the same seeds and users."""
+        """Left - right of two cells, if what counts of both is stored, of the same users in the seeds of both: two at
+        least, if one of them has more.
+        """
         from recleak.metrics.intervals import bootstrap_crossed
 
         if any(self.ours(name) is not self._stored(name) for name in (left, right)):
             return None
         mine, other = (self._by_seed(self.paper.cells[name]) for name in (left, right))
-        if not mine or mine.keys() != other.keys():
+        common = sorted(mine.keys() & other.keys())
+        if len(common) < max(1, min(2, max(len(mine), len(other)))):
             return None
         users, values = [], []
-        for seed, (who, value) in mine.items():
-            theirs, beside = other[seed]
+        for seed in common:
+            (who, value), (theirs, beside) = mine[seed], other[seed]
             if len(who) < 2 or not np.array_equal(who, theirs):
                 return None
             users.append(who.astype(np.int64))
