@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from recleak import measuring
 from recleak.conditions import Condition
 from recleak.data import store
 from recleak.data.synthetic import Synthetic
@@ -16,6 +17,7 @@ from recleak.experiment import experiment
 from recleak.findings import Findings
 from recleak.report.matrix import markdown
 from recleak.runs import audit_run
+from recleak.wiretap import listening_for
 
 
 def table(data: str, **changes: Any) -> dict[str, Any]:
@@ -119,6 +121,37 @@ def test_what_is_missing_is_said_before_anything_is_run(data: str, tmp_path: Pat
         audit_run(experiment(table(data, attributes=[])), tmp_path / "run")
     with pytest.raises(NotFoundError, match="Unknown attribute 'gendr'"):
         audit_run(experiment(table(data, attributes=["gendr"])), tmp_path / "run")
+
+
+@pytest.mark.heavy
+def test_one_attack_listens_for_all_that_keep_the_same(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learners, attributes and chains share what was heard; no finding changes."""
+    attacks = [
+        {"use": "alignment", "shadow_rows": 0, "participation": "all", "name": "projection"},
+        {"use": "from-updates", "name": "logistic", "learner": {"use": "logistic"}},
+        {"use": "from-updates", "name": "tree", "learner": {"use": "tree"}},
+        {"use": "from-updates", "name": "last", "rounds": "last", "learner": {"use": "tree"}},
+        {"use": "known-columns", "name": "columns"},
+        {"use": "through-items", "name": "chain"},
+    ]
+    changes = {"seeds": 1, "defenses": [{"use": "gaussian-noise", "std": 0.01}], "by_component": ["tree"]}
+    made = experiment(table(data, attacks=attacks, attributes=["gender", "age"], **changes))
+    together = audit_run(made, tmp_path / "together", command="test")
+    counts: list[tuple[int, int]] = []
+
+    def alone(taps: dict[str, Any]) -> dict[str, str]:
+        counts.append((len(taps), len(set(listening_for(taps).values()))))
+        return {name: name for name in taps}
+
+    monkeypatch.setattr(measuring, "listening_for", alone)
+    apart = audit_run(made, tmp_path / "apart", command="test")
+    assert together.scores.equals(apart.scores)
+    assert together.parts.equals(apart.parts)
+    assert together.scores.filter(pl.col("attack") == "chain")["value"].is_not_null().all()
+    ((taps, ears),) = [each for each in counts if each[0] > 10]
+    assert ears < taps - 8, "two attributes, two learners and the chain with its membership attack"
 
 
 @pytest.mark.heavy

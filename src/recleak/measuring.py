@@ -51,7 +51,7 @@ from recleak.training.cohort import DivergedError
 from recleak.training.executor import InProcess
 from recleak.utility import union
 from recleak.wire import Aggregator, Peers, Server, Vantage
-from recleak.wiretap import Hearing, Wiretap, no_sense, seeded
+from recleak.wiretap import Hearing, Wiretap, listening_for, no_sense, seeded
 
 _ASKED = 2_000  # users that are asked about where nothing narrows the question down, and others' items of each
 _SCOUTS: Mapping[type[Vantage[Any]], str] = {Server: "random", Aggregator: "popularity-of-sums"}  # what pairs are asked
@@ -115,7 +115,11 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
         if vantage in seen
     }
     ears = _ears(cell, taps)
-    trained = _train(cell, made, taps, [*scouts.values(), *ears.values()], threads)
+    heard_by = listening_for(taps)
+    listening = {key: taps[key] for key in heard_by.values()}
+    trained = _train(cell, made, listening, [*scouts.values(), *ears.values()], threads)
+    for key, tap in taps.items():
+        tap.take(taps[heard_by[key]])
     everybody = _first_rounds(made)
     for ask in cell.asks:
         if (tap := taps.get(ask.key)) is None:

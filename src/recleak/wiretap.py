@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recleak.attacks.base import WhoBelongs
+from recleak.attacks.base import WhoBelongs, listener_of
 from recleak.attacks.community_targets import colluding
 from recleak.attacks.shift import shifts, without_shift
 from recleak.cells import Ask
@@ -87,6 +87,8 @@ class Wiretap(Watching[Any, Any]):
         super().__init__(vantage, attack, knowledge, question, grade, spread(made.protocol.rounds))
         self.failed: str | None = None  # why it could not go on
         role = "" if ask is None else ask.role
+        self._listener = None if ask is None or question is not None else listener_of(attack)
+        self._about = ("", "") if ask is None else (ask.role, ask.kind)
         self._names = {part.name for part in made.components if _has_role(part, role)} if role else None
         self._still: dict[str, Tensor] = {}  # what the defense does to what is not listened to, with the sign reversed
 
@@ -107,6 +109,14 @@ class Wiretap(Watching[Any, Any]):
                 super().receive(message)
             except RecleakError as error:
                 self.failed = str(error)
+
+    def listens_as(self, other: Wiretap) -> bool:
+        """Whether both keep the same of what they hear: neither is asked before the end, and listeners are equal."""
+        return self._listener is not None and self._listener == other._listener and self._about == other._about
+
+    def take(self, other: Wiretap) -> None:
+        """What another one heard, who listened for this one too."""
+        self._state, self.failed = other._state, other.failed
 
     def state(self) -> dict[str, Tensor]:
         """The attack's, and its failure."""
@@ -144,6 +154,14 @@ class Hearing:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def listening_for(taps: Mapping[str, Wiretap]) -> dict[str, str]:
+    """By the name of each tap the name of the one that listens for it, perhaps itself: of those alike the first."""
+    found: dict[str, str] = {}
+    for name, tap in taps.items():
+        found[name] = next((other for other in dict.fromkeys(found.values()) if tap.listens_as(taps[other])), name)
+    return found
 
 
 def _has_role(part: Component, role: str) -> bool:

@@ -12,7 +12,7 @@ Axis letters: C clients of a message, U users, I items, d factors, F user featur
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import ClassVar, Literal, get_args
@@ -180,6 +180,10 @@ class FromUpdates(RowPerClient):
         _chosen(knowledge, self.parts)
         return super().init(knowledge)
 
+    def listener(self) -> FromUpdates:
+        """All learners read the same rows, and the noise that they know is taken into account later."""
+        return replace(self, learner=Network(), noise="ignored")
+
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Train on the known clients that were seen, predict the others."""
         client, rows = self.read(state)
@@ -303,6 +307,10 @@ class KnownColumns(RowPerClient):
             )
         return super().init(knowledge)
 
+    def listener(self) -> KnownColumns:
+        """What it keeps is the same for all attributes."""
+        return self
+
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Shares of the classes; equal ones for a client that was never seen."""
         name, classes = f"columns of {question.attribute}", len(question.classes)
@@ -356,6 +364,10 @@ class ThroughItems:
     def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """As the membership attack."""
         return self.membership.fold(knowledge, state, message)
+
+    def listener(self) -> FromUploads:
+        """The membership attack."""
+        return self.membership
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Probabilities of items, then of classes."""

@@ -99,7 +99,10 @@ Q = TypeVar("Q", contravariant=True)
 
 
 class Attack(Protocol[M, Q]):
-    """A frozen dataclass of public settings. M are the messages it folds over, Q is the question it answers."""
+    """A frozen dataclass of public settings. M are the messages it folds over, Q is the question it answers.
+
+    Where it differs from others only in what it makes of what it kept, it may have a method `listener` (`listener_of`).
+    """
 
     @property
     def vantage(self) -> type[Vantage[M]]:
@@ -117,3 +120,13 @@ class Attack(Protocol[M, Q]):
     def answer(self, knowledge: Knowledge, state: State, question: Q) -> Tensor:
         """Its answer, in the form that the question says."""
         ...
+
+
+def listener_of(attack: object) -> object | None:
+    """What decides which state an attack keeps, such as the attack without its learner; None if it does not say.
+
+    Attacks with equal listeners keep the same state of the same messages, whatever labels of users they know; so one of
+    them listens for all. It may be the attack that a chain begins with.
+    """
+    says = getattr(attack, "listener", None)
+    return None if says is None else says()

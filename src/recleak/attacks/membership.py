@@ -118,6 +118,10 @@ class FromUploads(Evidence):
         """
         raise NotImplementedError
 
+    def listener(self) -> FromUploads:
+        """What it keeps is also what chains go on from."""
+        return self
+
     def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """Keep the broadcast; turn an upload into evidence."""
         if isinstance(message, Broadcast):

@@ -12,7 +12,7 @@ Axis letters: U users, I items, B users at a time, m models of a message, k mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -84,6 +84,10 @@ class ItemsOfPeers(_OfPeers):
         moved = moved_rows(models, state["common"], who, what, along, side)  # f32[k, I]
         return self._with(state, senders(message)[what], odds_of(moved))
 
+    def listener(self) -> ItemsOfPeers:
+        """The prior comes with the answer."""
+        return replace(self, popularity=False)
+
     def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         """Probabilities; 0 for who was not heard of."""
         chance = torch.zeros(len(question.client), dtype=torch.float64)
@@ -135,6 +139,10 @@ class PeersThroughItems:
         """As the membership attack."""
         return self.membership.fold(knowledge, state, message)
 
+    def listener(self) -> ItemsOfPeers:
+        """The attack on items."""
+        return self.membership
+
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Probabilities of items, then of classes."""
         client = state["participations"].nonzero().squeeze(1)
@@ -167,6 +175,10 @@ class VectorsOfPeers(_OfPeers):
         sender = senders(message)
         own = [message.params[name][torch.arange(len(sender)), sender].flatten(1) for name in _vectors(knowledge)]
         return self._with(state, sender, torch.cat(own, dim=1))
+
+    def listener(self) -> VectorsOfPeers:
+        """All learners read the same vectors."""
+        return replace(self, learner=plain_logistic())
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Train on the known senders, predict the others."""

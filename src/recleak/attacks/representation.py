@@ -8,7 +8,7 @@ user left them. Axis letters: C clients of a message, N item rows of all clients
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
@@ -152,6 +152,10 @@ class FromRepresentations(RowPerClient):
         received = {name.removeprefix(_SENT): value for name, value in state.items() if name.startswith(_SENT)}
         odds, expected = self.membership.evidence(knowledge, received, update, round)
         return calibrated(odds, update.owner, expected).float()
+
+    def listener(self) -> FromRepresentations:
+        """All learners read the same rows."""
+        return replace(self, learner=ChosenEpoch())
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Train on the known clients that were seen, predict the others."""

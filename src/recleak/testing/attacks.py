@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from scipy.stats import rankdata
 from torch import Tensor
 
-from recleak.attacks.base import Attack, Knowledge, State, WhichItems
+from recleak.attacks.base import Attack, Knowledge, State, WhichItems, listener_of
 from recleak.models.base import Batch, Model, Params
 from recleak.models.components import Component, Constant
 from recleak.recording import Listening, Recorder, replay
@@ -126,6 +126,16 @@ class AttackContract:
             for message in case.messages[stop:]:
                 rest.receive(message)
             _assert_same(rest.state(), expected, f"saved after message {stop}, the attack ended in another state")
+
+    def test_another_can_listen_for_it(self) -> None:
+        """What its listener keeps, if it names one, is what it keeps."""
+        listener: Any = listener_of(self.attack)
+        if listener is not None:
+            case = self.planted()
+            state = listener.init(case.knowledge)
+            for message in _seen(case):
+                state = listener.fold(case.knowledge, state, message)
+            _assert_same(state, self._state(case), "the listener keeps another state")
 
     def test_the_grouping_makes_no_difference(self) -> None:
         """One message of many clients says the same as many messages of one."""
