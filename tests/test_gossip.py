@@ -34,6 +34,7 @@ from recleak.models.ncf import NCF
 from recleak.protocols import gossip
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
 from recleak.protocols.mail import best_heard, random_views
+from recleak.protocols.merging import Merging
 from recleak.protocols.nodes import Precision, first_nodes, of_nodes
 from recleak.protocols.panel import Panel
 from recleak.protocols.saving import Interrupted
@@ -203,7 +204,7 @@ class Judge:
 @pytest.mark.parametrize("defense", [FULL, Defense(), GaussianNoise(0.01)], ids=["full", "share less", "noise"])
 @pytest.mark.parametrize("local", [KEEP, PLAIN], ids=["kept adam", "sgd"])
 @pytest.mark.parametrize("merging", ["pairwise", "together"])
-def test_equals_the_plain_loop(defense: Defense, local: LocalTraining, merging: gossip.Merging) -> None:
+def test_equals_the_plain_loop(defense: Defense, local: LocalTraining, merging: Merging) -> None:
     data = ragged(n_users=9, n_items=12)
     protocol = Gossip(rounds=5, degree=2, refresh=2, merging=merging, local=local)
     got = run(protocol, data, defense=defense)
@@ -231,7 +232,7 @@ def test_equals_the_plain_loop_where_all_count_alike(defense: Defense) -> None:
 @pytest.mark.parametrize("merging", ["pairwise", "together"])
 @pytest.mark.parametrize("peers", ["random", "personal"])
 def test_equals_the_plain_loop_when_messages_are_late_or_lost_and_nodes_sleep(
-    peers: gossip.Peering, merging: gossip.Merging, local: LocalTraining
+    peers: gossip.Peering, merging: Merging, local: LocalTraining
 ) -> None:
     split, tap = parts(12, 45), Everything()
     protocol = Gossip(rounds=7, refresh=2, peers=peers, merging=merging, delay=2, loss=0.2, churn=0.2, local=local)

@@ -41,6 +41,7 @@ from recleak.protocols import gossip
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
 from recleak.protocols.mail import random_views
+from recleak.protocols.merging import Merging
 from recleak.protocols.nodes import Precision, first_nodes
 from recleak.protocols.panel import Panel
 from recleak.streams import Streams
@@ -267,7 +268,7 @@ def test_rounds_are_those_of_the_loop(defense: Defense) -> None:
 
 
 @cache
-def gossip_loop(merging: gossip.Merging, shared: bool, seed: int = 0) -> dict[int, Params]:
+def gossip_loop(merging: Merging, shared: bool, seed: int = 0) -> dict[int, Params]:
     """The same protocol, node by node and message by message, in double precision."""
     protocol, data, defense = replace(PAIRS, merging=merging), walks(n_users=6), FULL if shared else Defense()
     components, nodes = defense.sharing(MODEL.components()), np.arange(data.n_users)
@@ -312,9 +313,7 @@ def run(protocol: Gossip, data: Interactions, **more: Any) -> GossipModel:
 @pytest.mark.parametrize("shared", [False, True], ids=["kept", "sent"])
 @pytest.mark.parametrize("merging", ["pairwise", "together"])
 @pytest.mark.parametrize("way", ["in place", "through"])
-def test_gossip_is_that_of_the_loop(
-    shared: bool, merging: gossip.Merging, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gossip_is_that_of_the_loop(shared: bool, merging: Merging, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, defense = walks(n_users=6), FULL if shared else Defense()
     if way == "through":
         monkeypatch.setattr(compiled_prme, "direct", lambda *_: False)

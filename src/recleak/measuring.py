@@ -118,8 +118,8 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
     heard_by = listening_for(taps)
     listening = {key: taps[key] for key in heard_by.values()}
     trained = _train(cell, made, listening, [*scouts.values(), *ears.values()], threads)
-    for key, tap in taps.items():
-        tap.take(taps[heard_by[key]])
+    for key, heard in heard_by.items():
+        taps[key].take(taps[heard])
     everybody = _first_rounds(made)
     for ask in cell.asks:
         if (tap := taps.get(ask.key)) is None:

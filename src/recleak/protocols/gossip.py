@@ -43,31 +43,31 @@ from recleak.models.base import Model
 from recleak.models.components import Component, by_name
 from recleak.progress import Progress
 from recleak.protocols.checks import check_clients, check_features, check_tables
+from recleak.protocols.judging import Judge
 from recleak.protocols.mail import Mail, best_heard, random_views
+from recleak.protocols.merging import Merging, merge_wave, shares, waves
 from recleak.protocols.nodes import (
     DTYPE,
     LARGEST,
     PIECE,
-    TABLE,
     Precision,
     add,
     first_nodes,
     fitting,
-    merge,
     misfit,
     of_nodes,
     refused,
     sizes,
     sound,
 )
-from recleak.protocols.panel import CUTOFF, NEGATIVES, Panel
+from recleak.protocols.panel import Panel
 from recleak.protocols.saving import Checkpoint, Interrupted, Saved, describe
 from recleak.protocols.taps import feeding
 from recleak.recording import Tap
 from recleak.training import compiled_prme
 from recleak.training.chunks import cores
 from recleak.training.cohort import DivergedError, LocalTraining, Task
-from recleak.training.compiled_gmf import direct, judge_nodes, train_nodes
+from recleak.training.compiled_gmf import direct, train_nodes
 from recleak.training.executor import Assignment, InProcess, Session, Work
 from recleak.training.optimizers import check as check_optimizer
 from recleak.training.personal import personal_scores
@@ -77,7 +77,6 @@ from recleak.update import NodeParams
 from recleak.wire import Push
 
 Peering = Literal["random", "personal"]
-Merging = Literal["pairwise", "together"]
 Weights = Literal["data", "equal"]
 Tamper: TypeAlias = Callable[[dict[str, Tensor]], Any]  # from what a node has to what it sends, whatever that is
 _Good: TypeAlias = tuple[NDArray[np.float32], NDArray[np.float32]]  # f32[U] of nodes' own, f32[n] of what they receive
@@ -270,14 +269,14 @@ class _Run:
         if found is None:
             self.params = first_nodes(components, train.n_users, train.n_items, seed, protocol.precision)
         self.store = ClientStore(components, local.optimizer, train.n_users, train.n_items, seed)
-        self.keeps_rows = any(part.storage == "per_item" and not part.shared for part in components)
         self.direct = compiled_prme.direct(self.task) or direct(self.task, DTYPE[protocol.precision])
         if self.direct:
             self.store.fill(self.nodes)
         self.positives = torch.from_numpy(examples.positives.astype(np.float32))
         sequential = model.needs_transitions
-        self.panel = Panel.of(self.train, valid, spare, seed, sequential) if protocol.peers == "personal" else None
-        self.known = np.full((train.n_users, train.n_users) if self.panel else (0, 0), -1.0, np.float32)
+        panel = Panel.of(self.train, valid, spare, seed, sequential) if protocol.peers == "personal" else None
+        self.judge = None if panel is None else Judge(self.task, self.store, panel, self.direct)
+        self.known = np.full((train.n_users, train.n_users) if self.judge else (0, 0), -1.0, np.float32)
         self.view = np.zeros((len(self.nodes), protocol.degree), np.int64)
         self.due: dict[int, list[Mail]] = {}  # by the tick in which they arrive
         self.faulty: dict[int, Tamper] = {}
@@ -328,7 +327,7 @@ class _Run:
             self.feed.send(self.store.disclosed(self.confidants))
         self.feed.send_all(self._pushes(arrivals))
         self.failed = np.zeros(self.train.n_users, bool)
-        losses = [self._wave(session, wave, number) for number, wave in enumerate(self._waves(arrivals))]
+        losses = [self._wave(session, wave, number) for number, wave in enumerate(waves(arrivals, protocol.merging))]
         told = torch.cat([torch.zeros(0), *losses])
         self.visits.append(len(told))
         self.loss.append(float(told[told.isfinite()].mean(dtype=torch.float64)))
@@ -405,7 +404,7 @@ class _Run:
     def _views(self, epoch: int) -> NDArray[np.int64]:
         """New peers; the best whom a node has heard since the last ones are among its personal peers."""
         protocol = self.protocol
-        if self.panel is None or epoch == 0:
+        if self.judge is None or epoch == 0:
             return random_views(self.nodes, protocol.degree, self.seed, epoch)
         best = best_heard(self.known[self.nodes], self.nodes, protocol.stay, self.seed, epoch)
         self.known.fill(-1.0)
@@ -489,19 +488,6 @@ class _Run:
                 yield Push(self.tick, sender, receiver, params, row)
 
     # Receiving.
-
-    def _waves(self, arrivals: Mail) -> Iterator[Mail]:
-        """Messages that are merged at once: the first of each receiver, then the second; or all of them."""
-        order = np.argsort(arrivals.receiver, kind="stable")
-        sorted_ = arrivals.select(order)
-        if self.protocol.merging == "together":
-            if len(order):
-                yield sorted_
-            return
-        _, first, count = np.unique(sorted_.receiver, return_index=True, return_counts=True)
-        rank = np.arange(len(order)) - np.repeat(first, count)
-        for number in range(int(count.max(initial=0))):
-            yield sorted_.select(rank == number)
 
     def _wave(self, session: Session, wave: Mail, number: int) -> Tensor:
         """Merge and train, each receiver once; the losses of the n nodes that did, f32[n]."""
@@ -587,105 +573,27 @@ class _Run:
         Who has no validation items cannot tell: of what it hears nothing is known.
         """
         own, theirs = np.zeros(self.train.n_users, np.float32), np.zeros(len(wave.sender), np.float32)
-        if self.panel is None:
+        if self.judge is None:
             return own, theirs
-        own[nodes] = self._judged(self.panel, self.params, nodes, nodes)
-        able = np.diff(self.panel.offset) > 0
+        own[nodes] = self.judge.performance(self.params, nodes, nodes, self.pool)
+        able = np.diff(self.judge.panel.offset) > 0
         for sent, mine in wave.by_tick():
             sender, receiver = wave.sender[mine], wave.receiver[mine]
-            theirs[mine] = self._judged(self.panel, self.snapshots[sent], sender, receiver)
+            theirs[mine] = self.judge.performance(self.snapshots[sent], sender, receiver, self.pool)
             self.known[receiver, sender] = np.where(able[receiver], theirs[mine], -1.0)
         return own, theirs
 
-    def _judged(
-        self, panel: Panel, params: NodeParams, node: NDArray[np.int64], judge: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
-        """Hit rate times NDCG on each judge's validation items of what a node has or sent, f32[n]."""
-        if panel.starts is not None:
-            return self._judged_next(panel, panel.starts, params, node, judge)
-        step = fitting(self.task.components, self.train.n_users, self.train.n_items)
-        found = []
-        for start in range(0, len(node), step):
-            who, of = judge[start : start + step], torch.from_numpy(node[start : start + step])
-            people, place = np.unique(who, return_inverse=True)
-            kept = self.store.read(people) if self.keeps_rows else self.store.read_values(people)
-            kept = kept.select(torch.from_numpy(place))
-            if self.direct:
-                found.append(judge_nodes(params, kept, node[start : start + step], (panel.item, panel.offset), CUTOFF))
-                continue
-            scores = personal_scores(self.task, params, kept, panel.own[who], node=of)
-            found.append(panel.performance(scores.numpy(), who))
-        return np.concatenate(found) if found else np.zeros(0, np.float32)
-
-    def _judged_next(
-        self,
-        panel: Panel,
-        starts: Transitions,
-        params: NodeParams,
-        node: NDArray[np.int64],
-        judge: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
-        """The same on validation transitions; judges in groups that bound the memory."""
-        limit = max(1, TABLE // (8 * (1 + NEGATIVES) * sum(part.size for part in self.task.components)))
-        group = np.cumsum(panel.offset[judge + 1] - panel.offset[judge]) // limit
-
-        def graded(some: NDArray[np.int64]) -> NDArray[np.float32]:
-            who = judge[some]
-            owner, place = panel.targets(who)
-            people, at = np.unique(who, return_inverse=True)
-            kept = self.store.read_values(people).select(torch.from_numpy(at[owner]))
-            of = torch.from_numpy(node[some][owner])
-            asked = starts.select(place), panel.item[place]
-            return panel.graded(compiled_prme.next_scores(self.task, params, kept, *asked, of), owner, len(who))
-
-        groups = np.split(np.arange(len(node)), np.flatnonzero(np.diff(group)) + 1)
-        return np.concatenate(list(self.pool.map(graded, groups)))
-
     def _merge(self, wave: Mail, nodes: NDArray[np.int64], good: _Good) -> None:
-        """Put the weighted mean of its own and the received parameters in the place of each node's."""
+        """Put the weighted mean of its own and the received parameters in the place of each node's (eq. 8)."""
         here = np.isin(wave.receiver, nodes)
         wave = wave.select(here)
-        share, rest = self._weights(wave, nodes, good[0][nodes], good[1][here])
-        if self.protocol.precision == "float16":
-            self._merge_halves(wave, nodes, share, rest)
-            return
-        for sent, mine in wave.by_tick():
-            messages = wave.select(mine)
-            offset = np.searchsorted(messages.receiver, np.append(nodes, self.train.n_users))
-            for name, value in self.params.items():
-                merge(value, self.snapshots[sent][name], nodes, offset, messages.sender, rest, share[mine])
-            rest = torch.ones_like(rest)  # its own part is counted once
-
-    def _merge_halves(self, wave: Mail, nodes: NDArray[np.int64], share: Tensor, rest: Tensor) -> None:
-        """The same in half precision, message by message in place: a running mean, rounded after each.
-
-        Nothing is copied to float32, which would take three times the memory of a node's parameters.
-        """
-        weight = dict(zip(nodes.tolist(), rest.tolist(), strict=True))  # of what is in a mean so far
-        mail = (each.tolist() for each in (wave.sent, wave.sender, wave.receiver))
-        for sent, sender, receiver, part in zip(*mail, share.tolist(), strict=True):
-            if not part:
-                continue
-            weight[receiver] += part
-            for name, value in self.params.items():
-                value[receiver].lerp_(self.snapshots[sent][name][sender], part / weight[receiver])
-
-    def _weights(
-        self, wave: Mail, nodes: NDArray[np.int64], own: NDArray[np.float32], theirs: NDArray[np.float32]
-    ) -> tuple[Tensor, Tensor]:
-        """The share of each message, f32[n], and of each node's own parameters, f32[C] (eq. 8), which are so good."""
         if self.protocol.weights == "equal":
-            message, mine = torch.ones(len(wave.sender)), torch.ones(len(nodes))
-        elif self.panel is None:
-            message, mine = self.positives[wave.sender], self.positives[nodes]
+            message, own = torch.ones(len(wave.sender)), torch.ones(len(nodes))
+        elif self.judge is None:
+            message, own = self.positives[wave.sender], self.positives[nodes]
         else:
-            message, mine = torch.from_numpy(theirs), torch.from_numpy(own)
-        place = torch.from_numpy(np.searchsorted(nodes, wave.receiver))
-        total = mine.clone().index_add_(0, place, message)
-        equal = total <= 0  # nothing is good for anything yet: all count alike
-        message, mine = torch.where(equal[place], 1.0, message), torch.where(equal, 1.0, mine)
-        total = mine.clone().index_add_(0, place, message)
-        return message / total[place], mine / total
+            message, own = torch.from_numpy(good[1][here]), torch.from_numpy(good[0][nodes])
+        merge_wave(self.params, self.snapshots, wave, nodes, *shares(wave, nodes, message, own))
 
 
 def _ticks(saved: Saved, mark: str) -> set[int]:

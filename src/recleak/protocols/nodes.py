@@ -1,4 +1,4 @@
-"""What the nodes of a gossip hold, each its own parameters: the first ones, merges, changes, what nobody can use.
+"""What the nodes of a gossip hold, each its own parameters: the first ones, changes, what nobody can use.
 
 What cannot be a model, whoever sent it: what has not the form of one, a number that is not finite, one above `LARGEST`,
 and one more than `TIMES` times as large as the largest of the receiver, or as 1 if that is larger.
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import random
-from recleak.kernels_gmf import merge_models
 from recleak.kernels_nodes import largest_bits
 from recleak.models.components import Component
 from recleak.training.chunks import cores
@@ -51,20 +50,6 @@ def first_nodes(
     with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(fill, range(n_users)))
     return first
-
-
-def merge(
-    value: Tensor,
-    sent: Tensor,
-    node: NDArray[np.int64],
-    offset: NDArray[np.int64],
-    sender: NDArray[np.int64],
-    rest: Tensor,
-    share: Tensor,
-) -> None:
-    """Of the given nodes value = rest value + the sum over their messages of share sent[sender], in place."""
-    own, theirs = (each.numpy().reshape(len(value), -1) for each in (value, sent))
-    merge_models(own, theirs, node, offset, sender, rest.numpy(), share.numpy())
 
 
 def add(params: NodeParams, update: Update) -> None:
