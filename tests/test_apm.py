@@ -126,7 +126,7 @@ def test_what_needs_no_upload_needs_no_training(monkeypatch: pytest.MonkeyPatch)
     told = learner_of_items().fit_predict(rows[np.sort(known)], label[np.sort(known)], 2, rows[others], 0)
     expected = auc_values(told[np.searchsorted(others, graded)], label[graded]).mean()
     assert ceiling == pytest.approx(expected, abs=1e-6)
-    assert [len(names), *found[0].metrics] == [2, "macro-f1", "micro-f1", "auc"]
+    assert [len(names), *found[0].metrics] == [2, "macro-f1", "micro-f1", "auc", "user"]
 
 
 def test_the_attacker_can_ask_the_users_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +162,9 @@ def test_every_ask_has_its_answer(defense: str) -> None:
     ]
     found = list(apm.measure({**RUN, "defense": defense}, asks, variant="as-written", seed=0, threads=1))
     assert len(found) == len(asks)
-    assert set(found[0].metrics) == {"hit@20"}
+    assert set(found[0].metrics) == {"hit@20", "user"}
     for one in found[1:]:
-        assert set(one.metrics) == {"macro-f1", "micro-f1", "auc"}
+        assert set(one.metrics) == {"macro-f1", "micro-f1", "auc", "user"}
         assert {len(values) for values in one.metrics.values()} == {94 - 19}
     auc = {str(ask.get("attack")): one.metrics["auc"].mean() for ask, one in zip(asks[1:], found[1:], strict=True)}
     assert auc["majority"] == 0.5

@@ -226,17 +226,12 @@ def test_claims_that_fail_in_the_papers_own_numbers(judged: dict[str, Judged]) -
     }
 
 
-def test_claims_of_most_cases_count_cases(judged: dict[str, Judged]) -> None:
-    """In so many comparisons that more than half of the cases must have held in all of theirs."""
-    for text, cases, fails in (
-        ("APM is the safest against most attackers.", 16, 4),
-        ("AIA is the strongest attacker in most cases.", 28, 6),
-    ):
-        claim = judged[text].claim
-        assert claim.at_least is not None
-        assert cases - (len(claim.holds_if) - claim.at_least) == cases // 2 + 1
-        assert judged[text].theirs.count("does not hold") == fails
-        assert judged[text].published == "holds"
+def test_claims_of_most_comparisons_need_more_than_half(judged: dict[str, Judged]) -> None:
+    for beginning, fails in (("APM is the safest against most attackers", 4), ("AIA is the strongest attacker", 6)):
+        (found,) = (each for text, each in judged.items() if text.startswith(beginning))
+        assert found.claim.at_least == len(found.claim.holds_if) // 2 + 1
+        assert found.theirs.count("does not hold") == fails
+        assert found.published == "holds"
 
 
 def test_every_defense_has_its_direct_attack_its_chain_and_the_ceiling_of_the_chain(apm: Paper) -> None:

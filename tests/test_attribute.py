@@ -458,7 +458,7 @@ def test_known_noise_weighs_components() -> None:
     label = torch.zeros(CLIENTS, dtype=torch.int64)
     known = replace(knowledge(label), defense=GaussianNoise({"item": 2.0}))
     update = next(message.update for message in uploads(label, label) if isinstance(message, Upload))
-    hows: list[dict[str, Any]] = [{}, {"sketch": 16}, {"summary": "norms"}, {"parts": ("head",)}]
+    hows: list[dict[str, Any]] = [{}, {"summary": "norms"}, {"parts": ("head",)}]
     for how in hows:
         attack, items = FromUpdates(noise="known", **how), FromUpdates(**{**how, "parts": ("item",)})
         plain = attack._rows(known, update)
@@ -470,6 +470,36 @@ def test_known_noise_weighs_components() -> None:
     assert FromUpdates().weighed(known, plain) is plain
     with pytest.raises(ConfigError, match="noise is 'loud'"):
         FromUpdates(noise="loud")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", ["all", "touched"])
+@pytest.mark.parametrize("sketch", [None, 7, 400])
+def test_what_is_noise_has_variance_one_when_it_is_known(rows: Any, sketch: int | None) -> None:
+    """In every column of a sketch too, however many numbers are added up in it; 400 columns are more than numbers."""
+    clients, touched, generator = 4_000, 12, torch.Generator().manual_seed(1)
+    public = {"popularity": torch.full((ITEMS,), touched / 4 / ITEMS * CLIENTS)}  # 3 own items and 3 negatives for each
+    training = LocalTraining(optimizer=SGD(0.1), negatives=3)
+    known = replace(
+        knowledge(torch.zeros(CLIENTS, dtype=torch.int64)),
+        public=public,
+        training=training,
+        defense=GaussianNoise({"item": 0.3, "user.encoder": 2.0}, rows=rows),
+    )
+    count = ITEMS if rows == "all" else touched
+    item = torch.rand(clients, ITEMS, generator=generator).argsort(1)[:, :count].sort(1).values.flatten()
+    noise = {
+        "user.encoder": 2.0 * torch.randn(clients, FEATURES, FACTORS, generator=generator),
+        "head.bias": torch.zeros(clients),
+    }
+    table = {"item": 0.3 * torch.randn(len(item), FACTORS, generator=generator)}
+    update = Update(torch.arange(clients), noise, table, item, torch.arange(clients + 1) * count, ITEMS)
+    attack = FromUpdates(noise="known", sketch=sketch)
+    spread = attack.weighed(known, attack._rows(known, update)).std(0)
+    people, items = spread[: FEATURES * FACTORS], spread[FEATURES * FACTORS : -1]
+    torch.testing.assert_close(people, torch.ones_like(people), rtol=0.08, atol=0)
+    full = items[items > 0]
+    torch.testing.assert_close(full, torch.ones_like(full), rtol=0.08, atol=0)
+    assert len(full) == len(items) if sketch != 400 else len(full) > 60, "columns to which no number was added"
 
 
 # --- what there is to find --------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from recleak.metrics.inference import (
     auc,
     auc_by_user,
     f1_by_user,
+    most_probable,
     precision_by_user,
     recall_by_user,
     roc,
@@ -42,6 +43,19 @@ def answers(draw: st.DrawFn, both: bool = False) -> Answers:
 def naive_auc(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> float | None:
     pairs = [(t, f) for t in score[truth] for f in score[~truth]]
     return None if not pairs else sum((t > f) + (t == f) / 2 for t, f in pairs) / len(pairs)
+
+
+def test_equally_probable_classes_are_drawn() -> None:
+    """Half of each for two of three; what is more probable is taken; a user's lot does not depend on the others."""
+    user = np.arange(4_000)
+    chance = np.tile([0.4, 0.2, 0.4], (4_000, 1))
+    chance[:10] = [0.3, 0.6, 0.1]
+    guess = most_probable(chance, user)
+    assert (guess[:10] == 1).all()
+    assert set(guess[10:]) == {0, 2}
+    assert abs((guess[10:] == 0).mean() - 0.5) < 4 * (0.25 / 3_990) ** 0.5
+    assert (most_probable(chance[2_000:], user[2_000:]) == guess[2_000:]).all()
+    assert (most_probable(chance, user, seed=1) != guess).any()
 
 
 def naive_curve(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[tuple[float, float]]:

@@ -21,6 +21,7 @@ from recleak.errors import ConfigError
 from recleak.files import replace_table, replace_text
 from recleak.grading import communities, grade_communities, grade_holders, grade_users, shuffled, truth_of
 from recleak.metrics.comparison import is_known, is_validation
+from recleak.metrics.inference import most_probable
 from recleak.metrics.linearized import auc_both_ways, auc_values, macro_f1_values
 from recleak.recording import Listening
 from recleak.watching import Watching
@@ -95,7 +96,7 @@ def store_attribute(
     direction = 1
     if len(names) == 2 and len(np.unique(own[valid])) > 1 and auc_values(answer[valid], own[valid]).mean() < 0.5:
         answer, direction = answer[:, ::-1], -1  # that is a leak too: read the other way round
-    guess = answer.argmax(axis=1)
+    guess = most_probable(answer, asked, cell.seed)
     auc, f1 = np.full(len(asked), np.nan), np.full(len(asked), np.nan)
     for part in (valid, ~valid):
         if len(np.unique(own[part])) > 1:

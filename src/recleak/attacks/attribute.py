@@ -25,7 +25,7 @@ from recleak import kernels, random
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
 from recleak.attacks.learners import Learner, Logistic, Network, Parts, Preparation, of_parts
-from recleak.attacks.membership import FromUploads, pairs_with_odds
+from recleak.attacks.membership import FromUploads, pairs_with_odds, rows_with_noise
 from recleak.attacks.rows import KeepsRows, seen_rows
 from recleak.attacks.shift import shifts, without_shift
 from recleak.errors import ConfigError
@@ -153,9 +153,9 @@ class FromUpdates(RowPerClient):
     was graded on, so not a careful choice): all participations, rows of length 1, 50 principal components. There
     `learner=Logistic()` was quicker than APM's network and as strong. `learner=Careful()` chooses part, scale and
     learner on the known users.
-    noise: "known" divides each component by the standard deviation of the noise that the defense in force puts on it,
-    so that a reduction to the directions of the largest variance finds those that stand out of the noise. What is kept
-    of uploads is the same as without it.
+    noise: "known" divides each column by the standard deviation of the noise that the defense in force puts on it, a
+    column of a sketch by that of all numbers that it is made of, so that a reduction to the directions of the largest
+    variance finds those that stand out of the noise. What is kept of uploads is the same as without it.
     An item that a client did not send did not change.
     """
 
@@ -198,9 +198,18 @@ class FromUpdates(RowPerClient):
         """Rows that `read` gave, f32[n, p], as the learner gets them; they are changed in place."""
         if self.noise == "ignored" or not len(rows):
             return rows
-        spread = [knowledge.defense.noise(name) for name, _ in self.columns(knowledge)]
-        width = [columns for _, columns in self.columns(knowledge)]
-        return rows.div_(torch.repeat_interleave(torch.tensor([std or 1.0 for std in spread]), torch.tensor(width)))
+        return rows.div_(torch.cat([self._spread(knowledge, part) for part in _chosen(knowledge, self.parts)]))
+
+    def _spread(self, knowledge: Knowledge, part: Component) -> Tensor:
+        """The standard deviation of the noise in each column of a component, f32[p]; 1 where there is none."""
+        variance = torch.full((self._width(knowledge, part),), knowledge.defense.noise(part.name) ** 2)
+        if part.storage == "per_item":
+            variance *= rows_with_noise(knowledge)
+        if part.storage == "per_item" and self.sketch is not None:
+            width = 1 if self.summary == "norms" else prod(part.shape)
+            place, _ = _hashed(self.seed, part.name, knowledge.n_items, width, self.sketch)
+            variance *= torch.from_numpy(np.bincount(place.reshape(-1), minlength=self.sketch))  # numbers in a column
+        return torch.where(variance > 0, variance.sqrt(), 1.0)
 
     def _width(self, knowledge: Knowledge, part: Component) -> int:
         """How many columns a component has in a row."""

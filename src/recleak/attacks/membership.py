@@ -287,6 +287,16 @@ def assumed_positives(knowledge: Knowledge, touched: Tensor, share: float | None
     return touched.float() * (1 / (1 + _negatives(knowledge)) if share is None else share)
 
 
+def rows_with_noise(knowledge: Knowledge) -> float:
+    """The share of the item rows that get noise in an upload: all, or what an average client touches."""
+    if any(getattr(spent, "every_row", False) for spent in knowledge.defense.spends()):
+        return 1.0
+    if "popularity" not in knowledge.public or knowledge.training is None:
+        return 1.0
+    own = float(knowledge.public["popularity"].sum()) / knowledge.n_users * (1 + knowledge.defense.fakes)
+    return min(1.0, own * (1 + knowledge.training.negatives) / knowledge.n_items)
+
+
 def _negatives(knowledge: Knowledge) -> int:
     if knowledge.training is None:
         raise ConfigError(

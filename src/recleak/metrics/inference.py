@@ -15,6 +15,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from recleak import random
+
 _Bools: TypeAlias = NDArray[np.bool_]
 _Floats: TypeAlias = NDArray[np.float64]
 _Ints: TypeAlias = NDArray[np.int64]
@@ -27,6 +29,17 @@ class PerUser:
     user: NDArray[np.int64]  # i64[U], ascending
     value: NDArray[np.float64]  # f64[U]
     left_out: int  # users of the questions without a value
+
+
+def most_probable(probability: _Floats, user: _Ints, seed: int = 0) -> _Ints:
+    """The class that each user is taken for, f64[n, K] -> i64[n]; of equally probable ones one by lot.
+
+    The lot is the user's own, whoever else is asked about.
+    """
+    best = probability == probability.max(axis=1, keepdims=True)
+    lot = random.uniform(seed, "equally probable classes", user[:, None], np.arange(probability.shape[1]))
+    guess: _Ints = np.where(best, lot, -1.0).argmax(axis=1)
+    return guess
 
 
 def f1_by_user(claim: _Bools, truth: _Bools, user: _Ints) -> PerUser:

@@ -88,8 +88,9 @@ from recleak.defenses.feature_noise import PerturbedFeatures
 from recleak.defenses.functional_mechanism import FunctionalMechanism
 from recleak.defenses.objective_perturbation import ObjectivePerturbation
 from recleak.errors import ConfigError, unknown_name
+from recleak.metrics.inference import most_probable
 from recleak.metrics.linearized import auc_values, macro_f1_values
-from recleak.metrics.ranking import rank
+from recleak.metrics.ranking import Ranks, rank
 from recleak.models.base import Model
 from recleak.models.components import FanIn, Normal
 from recleak.models.feature_gcn import FeatureGCN
@@ -97,6 +98,7 @@ from recleak.models.lightgcn import LightGCN
 from recleak.models.mf import MF
 from recleak.models.ncf import NCF
 from recleak.papers.reproduce import Measured
+from recleak.papers.store import USERS
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.recording import Listening
 from recleak.resistance import measured_leak
@@ -275,9 +277,10 @@ def measure(
     prepared: dict[str, _Read] = {}
     for ask in asks:
         if ask.get("measure") == "utility":
-            yield Measured({"hit@20": _hit(made, trained)}, seconds=seconds)
+            past = union(made.train, made.split.valid)
+            yield Measured(_hit(rank(trained, past, made.split.test)), seconds=seconds)
         elif ask.get("measure") == "validation":
-            yield Measured({"hit@20": rank(trained, made.train, made.split.valid).hit(20)}, seconds=seconds)
+            yield Measured(_hit(rank(trained, made.train, made.split.valid)), seconds=seconds)
         elif ask.get("measure") == "ledger":
             yield Measured(_spent(made), seconds=0.0)
         elif ask.get("measure") == "levels":
@@ -402,11 +405,12 @@ def _graded(
     else:
         answer = _answer(made, name, knowledge, question, tap)
     seconds = perf_counter() - start
-    own, guess = label[user], answer.argmax(axis=1)
+    own, guess = label[user], most_probable(answer, user, made.seed)
     metrics = {
         "macro-f1": macro_f1_values(guess, own, len(names)),
         "micro-f1": (guess == own).astype(np.float64),
         "auc": auc_values(answer, own),
+        USERS: user.astype(np.float64),
     }
     return Measured(metrics, seconds=seconds)
 
@@ -473,6 +477,6 @@ def _spent(made: Setting) -> dict[str, NDArray[np.float64]]:
     return {name: np.array([value]) for name, value in zip(names, found, strict=True) if value is not None}
 
 
-def _hit(made: Setting, trained: FederatedModel) -> NDArray[np.float64]:
-    """Hit@20 of every user's test item among all items that it does not have, f64[U]."""
-    return rank(trained, union(made.train, made.split.valid), made.split.test).hit(20)
+def _hit(ranks: Ranks) -> dict[str, NDArray[np.float64]]:
+    """Hit@20 of every user's held-out item among all items that it does not have, f64[U]; and who these users are."""
+    return {"hit@20": ranks.hit(20), USERS: ranks.users.astype(np.float64)}

@@ -86,6 +86,7 @@ from recleak.defenses.functional_mechanism import FunctionalMechanism
 from recleak.defenses.release import PopularLists
 from recleak.epsilon import noise_multiplier_for
 from recleak.errors import ConfigError, unknown_name
+from recleak.metrics.inference import most_probable
 from recleak.metrics.linearized import auc_values, macro_f1_values
 from recleak.metrics.ranking import rank
 from recleak.models.attention_gcn import AttentionGCN, Bounding
@@ -304,7 +305,7 @@ def _graded(
         answer = attack.answer(knowledge, tap.state(), question)
     seconds = perf_counter() - start
     own, chance = label[user], answer.double().numpy()
-    guess = chance.argmax(axis=1)
+    guess = most_probable(chance, user, made.seed)
     metrics = {
         "f1": (guess == own).astype(np.float64),
         "macro-f1": macro_f1_values(guess, own, len(names)),

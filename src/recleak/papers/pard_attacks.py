@@ -34,6 +34,7 @@ from recleak.attacks.shadow import ShadowClients
 from recleak.data.features import classes_of
 from recleak.errors import ConfigError
 from recleak.grading import communities, grade_communities, grade_items, pairs_seen, truth_of
+from recleak.metrics.inference import most_probable
 from recleak.metrics.linearized import auc_values, macro_f1_values
 from recleak.models.base import Params
 from recleak.papers.store import USERS
@@ -144,7 +145,7 @@ def graded(
     user = np.flatnonzero(made.among(ask) & (label >= 0))
     question = WhichAttribute(torch.from_numpy(user), attribute, tuple(names))
     answer = _answer(made, ask, tap, kept, question)
-    own, guess = label[user], answer.argmax(axis=1)
+    own, guess = label[user], most_probable(answer, user, made.seed)
     return {
         "micro-f1": (guess == own).astype(np.float64),
         "macro-f1": macro_f1_values(guess, own, len(names)),
