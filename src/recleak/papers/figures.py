@@ -305,6 +305,8 @@ def _points(
         path = start + [row for row in rows if row["attack"] == attack and row["defense"] == defense]
         keys = {"attack": attack, "line": f"{attack} {defense}"}
         lines += [{**keys, "x": row["x"], "y": row["y"], "order": place} for place, row in enumerate(path)]
+    first = {(row["defense"], row["point"]): row for row in reversed(rows)}  # words stand once, beside the first attack
+    rows = [{**row, "words": row["point"] if row in first.values() else ""} for row in rows]
     base = alt.Chart(pl.DataFrame(rows, infer_schema_length=None))
     utility = tradeoff.utility.label
     axis = alt.Axis(labelOverlap=True, tickCount=8 if large else 4, grid=False)
@@ -330,7 +332,7 @@ def _points(
     layers.append(base.mark_point(filled=True, opacity=1, size=size).encode(x=x, y=y, color=color, shape=shape))
     if large:
         text = base.mark_text(align="left", dx=7, dy=-6, fontSize=9)
-        layers.append(text.encode(x=x, y=y, text="point:N", color=color))
+        layers.append(text.encode(x=x, y=y, text="words:N", color=color))
     if chance is not None:
         level = alt.Chart(pl.DataFrame({"y": [chance], "label": [tradeoff.chance.label]}))
         layers.append(level.mark_rule(strokeDash=[5, 4], color="#444444").encode(y=y))
