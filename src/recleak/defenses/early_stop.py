@@ -1,8 +1,8 @@
 """Early-stop: training ends as soon as a certain utility is there. A rival of PARD's (Zhao et al., section IV-A4).
 
 What a user's vector tells grows while a system trains, so who trains less tells less. Whoever runs the training knows
-the defense (`protocols.stopping.Reached`, or an audit); on a device nothing is done. That utility is of items that users
-hold out: private data decide when training ends, which no ledger accounts for.
+the defense (`protocols.stopping.Reached`, or an audit); on a device nothing is done. That utility is of items that
+users hold out: private data decide when training ends, which no ledger accounts for.
 """
 
 from __future__ import annotations
