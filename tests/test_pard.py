@@ -305,6 +305,44 @@ def test_thinned_data_have_so_many_of_each_user() -> None:
     assert made.train.n_users == 943
 
 
+def test_what_costs_nothing_stands_beside_own_items(tmp_path: Path) -> None:
+    """Of the rows of the same upload: popularity, all of them, random ones."""
+    made = pard.setting({**RUN, "method": "pard", "rounds": 1}, "as-written", 0)
+    best = pard.BestRound(made, tmp_path)
+    best.end(pard._train(made, Plateau(1, 9), [best], 1, best.look), Plateau(1, 9))
+    found, asked = {}, []
+    for by in ("gradient", "popularity", "all-positive", "random"):
+        ask: dict[str, pard.Scalar] = {"attack": "membership", "by": by}
+        tap = Listening(Server(), pard_attacks.attack_of(made, ask, {}), made.knowledge(ask))
+        for message in best.messages:
+            tap.receive(message)
+        asked.append(pairs_seen(tap.state(), made.train.n_items))
+        found[by] = pard_attacks.graded(made, ask, tap, {})
+    assert all(torch.equal(each.item, asked[0].item) for each in asked)
+    mean = {by: {name: float(value.mean()) for name, value in metrics.items()} for by, metrics in found.items()}
+    assert mean["popularity"]["auc"] > 0.75
+    assert mean["random"]["auc"] == pytest.approx(0.5, abs=0.05)
+    assert mean["random"]["f1"] < mean["all-positive"]["f1"] < mean["popularity"]["f1"]
+    auc = found["gradient"]["auc"]
+    assert mean["gradient"]["auc-median"] == np.median(auc)
+    assert mean["gradient"]["auc-below"] == (auc < 0.5).mean()
+    with pytest.raises(NotFoundError, match="Unknown by 'lot'"):
+        pard_attacks.attack_of(made, {"attack": "membership", "by": "lot"}, {})
+    cells = base.load("pard").cells
+    assert cells["items/neither/membership"].run["ir"] == cells["items/neither/membership"].run["re"] == 0
+    assert {cells[f"items/pard/{name}"].ask["by"] for name in ("popularity", "all-positive-f1", "random")} == set(
+        found
+    ) - {"gradient"}
+
+
+def test_figure_7_asks_what_table_iii_asks() -> None:
+    paper = base.load("pard")
+    results = Results(paper, Store(Path("none")), code=pard.VERSION, variant="as-written")
+    for attribute in ("age", "gender", "occupation"):
+        names = f"fig7/ml-100k/{attribute}/all", f"III/fedncf/pard/ml-100k/{attribute}"
+        assert len({results.question(paper.cells[name]).name for name in names}) == 1
+
+
 @pytest.mark.heavy
 def test_every_ask_gives_its_metrics() -> None:
     asks: list[dict[str, pard.Scalar]] = [
