@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -675,8 +676,14 @@ def test_scores_read_the_parts_of_the_model_only(monkeypatch: pytest.MonkeyPatch
     trained, _ = run(Decoupled(D, (5,)), Decoupling(CLASSES, **SMALL))  # type: ignore[arg-type]
     users, own = np.array([2, 5, 23]), trained.train.matrix()
     expected = personal_scores(trained.task, trained.params, trained.store.read(users), own[users])
-    read, wanted = ClientStore.read, list[set[str]]()
-    monkeypatch.setattr(ClientStore, "read", lambda self, who, names: wanted.append(names) or read(self, who, names))
+    wanted = []
+    whole: Callable[[NDArray[np.int64], set[str]], Update] = trained.store.read
+
+    def read(client: NDArray[np.int64], names: set[str]) -> Update:
+        wanted.append(names)
+        return whole(client, names)
+
+    monkeypatch.setattr(trained.store, "read", read)
     assert torch.equal(trained.scores(torch.from_numpy(users)), expected)
     assert wanted == [{part.name for part in trained.task.model.components()}]
     assert trained.task.defense.own_components()

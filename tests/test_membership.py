@@ -597,9 +597,13 @@ def test_a_head_that_is_kept_is_read_once(model: Model, keeps: bool, monkeypatch
     assert isinstance(upload, Upload)
     knowledge, update = knowledge_of(model, local, POPULAR, sent), upload.update
     count = torch.full((update.n_clients,), float(OWN))
-    odds, read = [], []
-    whole = alignment.projections
-    monkeypatch.setattr(alignment, "projections", lambda *given, **way: read.append(way) or whole(*given, **way))
+    odds, read, whole = [], [], alignment.projections
+
+    def projections(*given: Any, uploaded: bool) -> tuple[Tensor, Tensor, Tensor]:
+        read.append(uploaded)
+        return whole(*given, uploaded=uploaded)
+
+    monkeypatch.setattr(alignment, "projections", projections)
     for kept in (keeps, False):
         monkeypatch.setattr(alignment, "_keeps_head", lambda knowledge, kept=kept: kept)
         odds.append(alignment.aligned(knowledge, broadcast.params, update, count))
