@@ -6,6 +6,8 @@ an item with both labels), Adam has an epsilon of 1e-3: a rounding error of 1e-8
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -45,7 +47,7 @@ from recleak.testing.models import (
     visits,
 )
 from recleak.testing.oracle import oracle
-from recleak.training.chunks import one_thread
+from recleak.training.chunks import _libraries, one_thread
 from recleak.training.cohort import DivergedError, LocalTraining, Task, Trained, train
 from recleak.training.executor import InProcess, Workers
 from recleak.training.local import Examples, LocalData
@@ -893,3 +895,29 @@ def test_a_single_step_has_nothing_to_sum(model: Model) -> None:
     assert_identical(summed, plain, "one step")
     summed, plain = (Setting(replace(twice, optimizer=each), model).train() for each in (SUMMED, Adam(0.01)))
     assert not torch.equal(summed.update.rows["item"], plain.update.rows["item"])
+
+
+def test_all_libraries_have_one_thread_also_those_that_were_loaded_since() -> None:
+    """Libraries are looked for again when something was imported, and else not."""
+    code = (
+        "import sys, numpy\n"
+        "from threadpoolctl import threadpool_info\n"
+        "from recleak.training.chunks import one_thread\n"
+        "with one_thread(): pass\n"
+        "before = {each['filepath'] for each in threadpool_info()}\n"
+        "import scipy.linalg.cython_blas, sklearn.svm\n"
+        "most = [each['num_threads'] for each in threadpool_info()]\n"
+        "with one_thread():\n"
+        "    inside = threadpool_info()\n"
+        "assert {each['filepath'] for each in inside} >= before\n"
+        "assert all(each['num_threads'] == 1 for each in inside), inside\n"
+        "assert [each['num_threads'] for each in threadpool_info()] == most\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with one_thread():
+        pass
+    before = _libraries.cache_info()
+    with one_thread():
+        pass
+    after = _libraries.cache_info()
+    assert (after.misses, after.hits) == (before.misses, before.hits + 1)

@@ -15,13 +15,13 @@ from recleak.attacks.base import Knowledge, WhoBelongs
 from recleak.attacks.community import UNSEEN, PeerCommunity, Scoring, ServerCommunity
 from recleak.attacks.community_items import PeerCommunityThroughItems, _of_moved_rows
 from recleak.attacks.community_targets import totals
-from recleak.attacks.community_vectors import Vector, fitted
+from recleak.attacks.community_vectors import Vector, _drawn, fitted
 from recleak.data.interactions import Interactions
 from recleak.defenses.base import Defense
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError
 from recleak.kernels_gmf import score_pairs
-from recleak.models.components import Component, Normal
+from recleak.models.components import Component, Constant, Normal
 from recleak.models.mf import GMF, MF
 from recleak.models.prme import PRMEG
 from recleak.protocols.federated import Federated, train_federated
@@ -389,6 +389,22 @@ def test_fitted_vectors_like_their_targets() -> None:
     targets = known.public["targets"] > 0
     for a in range(8):
         assert logits[a][targets[a]].mean() > logits[a].mean()
+
+
+def test_fitted_vectors_start_from_draws_of_the_adversary() -> None:
+    """With the seed of the run they would start as its users do, and as a head that stays."""
+    data, _ = checkerboard(8, 12)
+    known = knowledge_of(data, Defense())
+    for part in MODEL.components():
+        of_run = part.draw(3, np.arange(8) if part.storage == "per_user" else 0)
+        first = _drawn(part, np.arange(8), 3)
+        assert torch.equal(first, _drawn(part, np.arange(8), 3))
+        if not isinstance(part.init, Constant):
+            assert not (first == of_run).any()
+    params = {"item": torch.zeros(12, 4), "head.1.weight": torch.zeros(4, 1), "head.1.bias": torch.zeros(1)}
+    users = fitted(known, params, 3)["user"]  # no gradient: they stay where they start
+    [user] = [part for part in MODEL.components() if part.name == "user"]
+    assert not (users == user.draw(3, np.arange(8))).any()
 
 
 def test_errors_say_what_to_do() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -47,7 +48,7 @@ from recleak.training.compiled_decoupled import walk_decoupled
 from recleak.training.executor import InProcess, Workers
 from recleak.training.local import Examples
 from recleak.training.optimizers import SGD, Adam, Optimizer
-from recleak.training.personal import first_params
+from recleak.training.personal import first_params, personal_scores
 from recleak.training.state import ClientStore
 from recleak.update import Update, merge
 from recleak.wire import Broadcast, Disclosure, Message, Server, Upload
@@ -668,6 +669,24 @@ def test_what_leaves() -> None:
 def _before(heard: list[Message], name: str) -> Tensor:
     """A table in the last broadcast."""
     return [message for message in heard if isinstance(message, Broadcast)][-1].params[name]
+
+
+def test_scores_read_the_parts_of_the_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what users keep for the defense; they are the same."""
+    trained, _ = run(Decoupled(D, (5,)), Decoupling(CLASSES, **SMALL))  # type: ignore[arg-type]
+    users, own = np.array([2, 5, 23]), trained.train.matrix()
+    expected = personal_scores(trained.task, trained.params, trained.store.read(users), own[users])
+    wanted = []
+    whole: Callable[[NDArray[np.int64], set[str]], Update] = trained.store.read
+
+    def read(client: NDArray[np.int64], names: set[str]) -> Update:
+        wanted.append(names)
+        return whole(client, names)
+
+    monkeypatch.setattr(trained.store, "read", read)
+    assert torch.equal(trained.scores(torch.from_numpy(users)), expected)
+    assert wanted == [{part.name for part in trained.task.model.components()}]
+    assert trained.task.defense.own_components()
 
 
 def test_public_data_are_what_the_users_left() -> None:

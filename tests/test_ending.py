@@ -106,6 +106,7 @@ def test_early_stop_is_found_in_a_chain_and_promises_nothing() -> None:
     assert early_stop_of(Chain((Defense(),))) is None
     (spent,) = early.spends()
     assert isinstance(spent, NoGuarantee)
+    assert "private validation items" in spent.why  # tuning on private data is flagged
     with pytest.raises(ConfigError, match="level is nan"):
         EarlyStop(float("nan"))
     with pytest.raises(ConfigError, match="every is 0"):

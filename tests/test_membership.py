@@ -41,18 +41,19 @@ from recleak.attacks.membership import (
 from recleak.attacks.shadow import ShadowClients, train_shadows
 from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
-from recleak.defenses.base import Defense
+from recleak.defenses.base import Chain, Defense
 from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.labels import FakeItems, RandomizedLabels
 from recleak.defenses.noise import GaussianNoise
 from recleak.defenses.proximal import Proximal
 from recleak.defenses.secure_aggregation import SecureAggregation
-from recleak.defenses.sharing import Share
+from recleak.defenses.sharing import Share, ShareLess
 from recleak.defenses.sparsify import SignOnly
 from recleak.errors import ConfigError
 from recleak.grading import GradedItems, grade_items, own_items, pairs_seen, truth_of
 from recleak.models.base import Model, Params
 from recleak.models.components import FanIn, Normal
+from recleak.models.decoupled import Decoupled
 from recleak.models.feature_gcn import FeatureGCN
 from recleak.models.lightgcn import LightGCN
 from recleak.models.mf import GMF, MF
@@ -581,6 +582,38 @@ def test_what_a_known_defense_does_to_everybody_is_not_read() -> None:
     expected, _ = AlignmentOfSums().evidence(knowledge, received, every, 5, 0)
     odds, _ = AlignmentOfSums().evidence(known, received, shifted, 5, 0)
     torch.testing.assert_close(odds, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("model", [NCF(8, (16,)), LightGCN(8, score="mlp", hidden=(16,)), Decoupled(8, (16,)), GMF(8)])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_head_that_is_kept_is_read_once(model: Model, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time says the same, also where rows of users are sent beside items."""
+    head = tuple(part.name for part in model.components() if part.role == "head")
+    sent = Chain((Share(), ShareLess(head))) if keeps else Share()
+    tap, local = Collect(), LocalTraining(epochs=1, batch_size=16, optimizer=Adam(0.01))
+    train_federated(Federated(1, local=local), model, POPULAR, defense=sent, taps=[tap], show_progress=False)
+    broadcast, upload = tap.messages[:2]
+    assert isinstance(broadcast, Broadcast)
+    assert isinstance(upload, Upload)
+    knowledge, update = knowledge_of(model, local, POPULAR, sent), upload.update
+    count = torch.full((update.n_clients,), float(OWN))
+    odds, read, whole = [], [], alignment.projections
+
+    def projections(*given: Any, uploaded: bool) -> tuple[Tensor, Tensor, Tensor]:
+        read.append(uploaded)
+        return whole(*given, uploaded=uploaded)
+
+    monkeypatch.setattr(alignment, "projections", projections)
+    for kept in (keeps, False):
+        monkeypatch.setattr(alignment, "_keeps_head", lambda knowledge, kept=kept: kept)
+        odds.append(alignment.aligned(knowledge, broadcast.params, update, count))
+    assert len(read) == (3 if keeps else 4)
+    assert torch.equal(*odds)
+
+
+def test_whether_a_head_is_kept() -> None:
+    for model, defense, kept in ((NCF(8), Defense(), False), (Decoupled(8), Defense(), True), (MF(8), Share(), False)):
+        assert alignment._keeps_head(knowledge_of(model, LOCAL, POPULAR, defense)) == kept
 
 
 def test_an_answer_is_calibrated_and_zero_where_nothing_was_seen() -> None:

@@ -24,7 +24,7 @@ from recleak.models.lightgcn import LightGCN
 from recleak.models.pfedrec import PFedRec
 from recleak.papers import base, pard, pard_attacks
 from recleak.papers.store import Question, Results, Store
-from recleak.protocols.stopping import Either, Plateau, Reached
+from recleak.protocols.stopping import Either, Plateau
 from recleak.recording import Listening
 from recleak.training.attributes import insensitive
 from recleak.wire import Broadcast, Server, Upload
@@ -305,6 +305,44 @@ def test_thinned_data_have_so_many_of_each_user() -> None:
     assert made.train.n_users == 943
 
 
+def test_what_costs_nothing_stands_beside_own_items(tmp_path: Path) -> None:
+    """Of the rows of the same upload: popularity, all of them, random ones."""
+    made = pard.setting({**RUN, "method": "pard", "rounds": 1}, "as-written", 0)
+    best = pard.BestRound(made, tmp_path)
+    best.end(pard._train(made, Plateau(1, 9), [best], 1, best.look), Plateau(1, 9))
+    found, asked = {}, []
+    for by in ("gradient", "popularity", "all-positive", "random"):
+        ask: dict[str, pard.Scalar] = {"attack": "membership", "by": by}
+        tap = Listening(Server(), pard_attacks.attack_of(made, ask, {}), made.knowledge(ask))
+        for message in best.messages:
+            tap.receive(message)
+        asked.append(pairs_seen(tap.state(), made.train.n_items))
+        found[by] = pard_attacks.graded(made, ask, tap, {})
+    assert all(torch.equal(each.item, asked[0].item) for each in asked)
+    mean = {by: {name: float(value.mean()) for name, value in metrics.items()} for by, metrics in found.items()}
+    assert mean["popularity"]["auc"] > 0.75
+    assert mean["random"]["auc"] == pytest.approx(0.5, abs=0.05)
+    assert mean["random"]["f1"] < mean["all-positive"]["f1"] < mean["popularity"]["f1"]
+    auc = found["gradient"]["auc"]
+    assert mean["gradient"]["auc-median"] == np.median(auc)
+    assert mean["gradient"]["auc-below"] == (auc < 0.5).mean()
+    with pytest.raises(NotFoundError, match="Unknown by 'lot'"):
+        pard_attacks.attack_of(made, {"attack": "membership", "by": "lot"}, {})
+    cells = base.load("pard").cells
+    assert cells["items/neither/membership"].run["ir"] == cells["items/neither/membership"].run["re"] == 0
+    assert {cells[f"items/pard/{name}"].ask["by"] for name in ("popularity", "all-positive-f1", "random")} == set(
+        found
+    ) - {"gradient"}
+
+
+def test_figure_7_asks_what_table_iii_asks() -> None:
+    paper = base.load("pard")
+    results = Results(paper, Store(Path("none")), code=pard.VERSION, variant="as-written")
+    for attribute in ("age", "gender", "occupation"):
+        names = f"fig7/ml-100k/{attribute}/all", f"III/fedncf/pard/ml-100k/{attribute}"
+        assert len({results.question(paper.cells[name]).name for name in names}) == 1
+
+
 @pytest.mark.heavy
 def test_every_ask_gives_its_metrics() -> None:
     asks: list[dict[str, pard.Scalar]] = [
@@ -335,7 +373,7 @@ def test_every_ask_gives_its_metrics() -> None:
     label = classes_of(pard.setting({**RUN, "method": "pard"}, "as-written", 0).train, "age")[0]
     assert found[7]["micro-f1"] == pytest.approx(np.bincount(label).max() / len(label), abs=0.03)
     assert found[7]["auc"] == 0.5
-    assert {"auc", "f1"} == set(found[10])
+    assert {"auc", "auc-median", "auc-below", "f1"} == set(found[10])
     membership, community = measured("fedavg", asks[10:12])
     assert membership["auc"] > 0.9  # rows that move tell what is whose
     assert community["accuracy"] > 3 * found[12]["accuracy"]
@@ -408,7 +446,7 @@ def test_what_is_inferred_from_an_upload_is_inferred_once(tmp_path: Path) -> Non
     assert distant is not first
     best = pard.BestRound(made, tmp_path)
     best.end(pard._train(made, Plateau(1, 9), [best], 1, best.look), Plateau(1, 9))
-    alone = pard_attacks._membership(asks[0])
+    alone = pard_attacks._membership(made, asks[0])
     taps = [Listening(Server(), attack, made.knowledge()) for attack in (first, alone)]
     for message in best.messages:
         for tap in taps:
@@ -485,10 +523,11 @@ def test_rivals_stop_where_they_are_compared(monkeypatch: pytest.MonkeyPatch) ->
     run = {**RUN, "rounds": 3}
     made = pard.setting({**run, "method": "early-stop"}, "as-written", 0)
     rule = pard._rule(made, {**run, "method": "early-stop"}, 1)
-    assert isinstance(rule, Reached)
-    assert 0 < rule.level < 2
+    assert isinstance(rule, Either)  # as its rivals: looks every EVERY rounds, and its own plateau
+    assert rule.every == rule.second.every == made.every == 1
+    assert 0 < rule.second.level < 2
     kept = dict(pard._LEVELS)
-    assert rule.level in kept.values()
+    assert rule.second.level in kept.values()
     assert pard._rule(made, {**run, "method": "early-stop"}, 1) == rule
     assert kept == pard._LEVELS  # it was not trained again
     other = pard._rule(pard.setting({**run, "method": "uc-fedrec"}, "as-written", 0), run, 1)

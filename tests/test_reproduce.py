@@ -26,7 +26,7 @@ from recleak.papers.base import Claim, Comparison, Paper, Point, Verdict
 from recleak.papers.cells_file import as_json
 from recleak.papers.render import Report, counts, sections, write_markdown
 from recleak.papers.reproduce import Selection, plan, results_of
-from recleak.papers.store import Judged, Ours, Question, Store, StoreError
+from recleak.papers.store import Judged, Ours, Question, Results, Store, StoreError
 
 PAPER = """
 name = "fake"
@@ -309,6 +309,19 @@ def test_each_run_once_headlines_first_and_seed_by_seed(fake: Path, capsys: pyte
     assert calls(fake)[8:] == [f"{model} a as-coded 0 {cores()} 2" for model in "sl"]
 
 
+AGAIN = """
+[[tables]]
+id = "again"
+title = "A number of table 2"
+[[tables.cells]]
+id = "s/a"
+row = "small"
+column = "A"
+run = { model = "s", data = "a", strength = 0 }
+ask = { attack = "x" }
+metric = "f1"
+"""
+
 NEEDS = """
 def needs(run):
     return [({**run, "model": "l"}, {"attack": "x"})] if run["model"] == "s" else []
@@ -403,6 +416,36 @@ def test_results_of_other_code_do_not_count(fake: Path, monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "fake_runner")
     assert all(cell["ours"] is None for cell in cells(fake, "--no-run").values())
     assert len(calls(fake)) == 4
+
+
+def test_a_run_begins_when_what_it_needs_is_stored(fake: Path) -> None:
+    """Also side by side: else it would measure that itself, a second time."""
+    slow = RUNNER.replace(
+        "    for ask in asks:", "    time.sleep(2.0 * (run['model'] == 'l'))\n    for ask in asks:", 1
+    )
+    (fake / "fake_runner.py").write_text(slow + NEEDS)
+    run(fake, "--table", "1", "--data", "a", "--seeds", "2", "--workers", "2")
+    for seed in (0, 1):
+        begun = [line for line in calls(fake) if f"as-written {seed} " in line]
+        assert [line.split()[0] for line in begun] == ["l", "heard", "s"]
+
+
+def test_cells_of_one_question_show_one_number(fake: Path) -> None:
+    """What is known with the most seeds, also where the file of cells has another, or none."""
+    (fake / "fake.toml").write_text(PAPER + AGAIN)
+    paper = base.load(str(fake / "fake.toml"))
+    known = {
+        "2/s/a/x": Ours(0.7, 0.6, 0.8, 50, 1),
+        "again/s/a": Ours(0.75, 0.7, 0.8, 50, 3),
+        "1/s/a": Ours(0.9, seeds=1),
+    }
+    results = Results(paper, Store(fake / "out"), code=1, variant="as-written", known=known)
+    assert results.ours("2/s/a/x") == results.ours("again/s/a") == known["again/s/a"]
+    assert results.ours("1/s/a") == known["1/s/a"]  # another question
+    assert results.ours("fig1/c") == Ours()  # another name of the same one
+    results = Results(paper, Store(fake / "out"), code=1, variant="as-written", known={"2/s/a/x": known["2/s/a/x"]})
+    assert results.ours("again/s/a") == known["2/s/a/x"]
+    assert not [each for each in plan(results, ["again/s/a", "2/s/a/x"], 1) if each.seed == 0]
 
 
 @pytest.mark.heavy

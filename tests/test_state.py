@@ -68,6 +68,16 @@ def test_what_is_written_is_read_and_others_are_fresh(tmp_path: Path, on_disk: b
     assert torch.equal(read.rows["item/mean"], torch.full((2, 3), 2.0))
 
 
+@pytest.mark.parametrize("names", [{"user"}, {"user", "item"}, {"item/mean", AGE}, set[str]()])
+def test_a_part_is_read_as_it_is_in_the_whole(names: set[str]) -> None:
+    kept = store(None)
+    kept.write(some([1, 4], 2.0))
+    part, whole = kept.read(np.array([1, 2]), names), kept.read(np.array([1, 2])).only(names)
+    assert_equal(part.values, whole.values)
+    assert_equal(part.rows, whole.rows)
+    assert (part.item.tolist(), part.offset.tolist()) == (whole.item.tolist(), whole.offset.tolist())
+
+
 def test_a_kill_at_any_write_leaves_the_last_commit(tmp_path: Path) -> None:
     """The folder is copied at every moment between two file operations; each copy opens as it was at its commit."""
     kept = store(tmp_path)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -67,11 +67,13 @@ def do_all(
     what: str = "run",
     cluster: Cluster | None = None,
     needs: Sequence[int] = (),
+    after: Sequence[Collection[int]] = (),
 ) -> dict[int, Outcome]:
     """All jobs, in order; how each went, by its place. `work` is a function of a module, or a partial of one.
 
     With a cluster they are done there, and `workers` is its business. `needs`: the bytes that large jobs are known to
-    take; it is told first, and an error if those side by side need more than is free.
+    take; it is told first, and an error if those side by side need more than is free. `after`: for each job the places
+    of those that are over before it begins, however they went; who does jobs in order, or elsewhere, has them in order.
     """
     if workers < 1:
         raise ConfigError(f"workers is {workers}, expected at least 1.")
@@ -81,7 +83,7 @@ def do_all(
     if cluster is not None and jobs:
         outcomes = cluster.outcomes(jobs, work)
     else:
-        outcomes = _here(jobs, work) if workers == 1 else _beside(jobs, work, workers)
+        outcomes = _here(jobs, work) if workers == 1 else _beside(jobs, work, workers, after)
     done: dict[int, Outcome] = {}
     with Progress(len(jobs), what) as progress:
         try:
@@ -140,23 +142,29 @@ class _Worker:
         self.process.join()
 
 
-def _beside(jobs: Sequence[J], work: Work[J], workers: int) -> Iterator[tuple[int, Outcome]]:
+def _beside(
+    jobs: Sequence[J], work: Work[J], workers: int, after: Sequence[Collection[int]]
+) -> Iterator[tuple[int, Outcome]]:
     """Jobs in processes that keep to their cores and may die alone; a process that is old gives its memory back."""
-    free, waiting = shares(workers), list(reversed(range(len(jobs))))
+    free, waiting = shares(workers), list(range(len(jobs)))
     going: dict[Connection, _Worker] = {}
     try:
         while waiting or going:
-            while waiting and free:
+            while free and (place := _next(waiting, [each.place for each in going.values()], after)) is not None:
                 worker = _start(work, free.pop(0))
                 going[worker.connection] = worker
-                worker.give(place := waiting.pop(), jobs[place])
+                waiting.remove(place)
+                worker.give(place, jobs[place])
             ready = multiprocessing.connection.wait(list(going))
             for connection in [each for each in going if each in ready]:
                 worker = going[connection]
                 done, outcome = worker.place, worker.result()
                 young = time.perf_counter() - worker.born < _OLD and worker.process.is_alive()
-                if waiting and young:
-                    worker.give(place := waiting.pop(), jobs[place])
+                others = [each.place for each in going.values() if each is not worker]
+                place = _next(waiting, others, after) if young else None
+                if place is not None:
+                    waiting.remove(place)
+                    worker.give(place, jobs[place])
                 else:
                     del going[connection]
                     worker.end()
@@ -166,6 +174,17 @@ def _beside(jobs: Sequence[J], work: Work[J], workers: int) -> Iterator[tuple[in
         for worker in going.values():
             worker.process.terminate()
             worker.process.join()
+
+
+def _next(waiting: Sequence[int], going: Collection[int], after: Sequence[Collection[int]]) -> int | None:
+    """The first job all of whose `after` are over; of jobs that only wait for each other, the first.
+
+    >>> _next([1, 2], [0], [[], [0], []]), _next([1], [0], [[], [0]]), _next([1], [], [[], [0]])
+    (2, None, 1)
+    """
+    left = {*waiting, *going}
+    ready = (place for place in waiting if not after or left.isdisjoint(after[place]))
+    return next(ready, waiting[0] if waiting and not going else None)
 
 
 def _start(work: Work[J], share: list[int]) -> _Worker:

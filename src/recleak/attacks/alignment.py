@@ -203,16 +203,22 @@ def aligned(knowledge: Knowledge, received: Params, update: Update, expected: Te
     """
     guess = (expected / update.offset.diff().clamp(min=1))[update.owner]  # f32[N]: nothing is known of a row yet
 
-    def read(uploaded: bool) -> tuple[Tensor, Tensor]:
-        along, _, _ = projections(knowledge, received, update, guess, expected, uploaded=uploaded)
+    def read(uploaded: bool) -> tuple[Tensor, Tensor, Tensor]:
+        along, _, length = projections(knowledge, received, update, guess, expected, uploaded=uploaded)
         slope, middle, separation = _split(along, update, expected)
-        return (along - middle[update.owner]) * slope[update.owner], separation
+        return (along - middle[update.owner]) * slope[update.owner], separation, length
 
-    before, apart_before = read(False)
-    if not update.values:  # nothing was uploaded beside rows
+    before, apart_before, length = read(False)
+    if not update.values or (_keeps_head(knowledge) and not bool(length.any())):  # the same would be read again
         return before
-    after, apart_after = read(True)
+    after, apart_after, _ = read(True)
     return torch.where((apart_after > apart_before)[update.owner], after, before)
+
+
+def _keeps_head(knowledge: Knowledge) -> bool:
+    """Whether there is a head, and no part of it is sent: with zeros in its place no score depends on a row."""
+    head = [part.shared for part in knowledge.components if part.role == "head"]
+    return bool(head) and not any(head)
 
 
 def described(knowledge: Knowledge, received: Params, update: Update, own: Tensor, expected: Tensor) -> Tensor:

@@ -120,8 +120,11 @@ def _some(targets: Tensor, seed: int) -> Tensor:
 
 
 def _drawn(part: Component, row: NDArray[np.int64], seed: int) -> Tensor:
-    """The first values of something that is kept, f32[A, *shape]."""
-    return part.draw(seed, row) if part.storage == "per_user" else part.draw(seed).expand(len(row), *part.shape)
+    """The first values of something that is kept, f32[A, *shape]: the adversary's own draws. With the seed of the run
+    as it is they would be those of its users.
+    """
+    own = int(random.bits(seed, "fitted user") >> np.uint64(1))
+    return part.draw(own, row) if part.storage == "per_user" else part.draw(own).expand(len(row), *part.shape)
 
 
 def nothing_known(clients: int, items: int) -> Batch:

@@ -1,7 +1,8 @@
 """Early-stop: training ends as soon as a certain utility is there. A rival of PARD's (Zhao et al., section IV-A4).
 
 What a user's vector tells grows while a system trains, so who trains less tells less. Whoever runs the training knows
-the defense (`protocols.stopping.Reached`, or an audit); on a device nothing is done.
+the defense (`protocols.stopping.Reached`, or an audit); on a device nothing is done. That utility is of items that
+users hold out: private data decide when training ends, which no ledger accounts for.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ class EarlyStop(Defense):
         return Reached(self.level, self.every)
 
     def spends(self) -> tuple[Spending, ...]:
-        """No guarantee; what others promise for each use stands, for as many as there are."""
-        why = "Training ends early, and what was sent until then is sent as it is: nothing is bounded or random."
+        """No guarantee; what others promise for each use stands, but for what is tuned on validation items."""
+        why = (
+            "Training ends early, and what was sent until then is sent as it is: nothing is bounded or random. When it "
+            "ends is decided on users' private validation items, which no guarantee of another mechanism accounts for."
+        )
         return (NoGuarantee(repr(self), why, keeps=True),)
 
 

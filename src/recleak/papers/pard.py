@@ -36,7 +36,7 @@ What the paper leaves open, and what is taken here, the same for all methods unl
                         there for runs that do not end. From the 10th to the 40th round it hardly grows: first a model
                         learns what is popular. Utility and attacks are of the round with the best look (`rounds`); a
                         run ends later (`trained`), and says if it was ROUNDS that ended it (`capped`)
-    Early-stop          FedAvg until its validation utility is that of APM after its own training
+    Early-stop          FedAvg until its validation utility is that of APM after its own training, or its own plateau
     PFedRec, UC-FedRec  stop where the validation utility is that of FedAvg, or on their own plateau: FedAvg's utility
                         is where they stop at the latest, and nothing brings them there if their own plateau is lower
     PFedRec             with FedNCF its own linear score function; with FedGCN the star graph with a head that stays. A
@@ -429,8 +429,6 @@ def _remember(run: Mapping[str, Scalar], made: Setting, trained: FederatedModel)
 
 def _rule(made: Setting, run: Mapping[str, Scalar], threads: int) -> Rule:
     """When training ends."""
-    if made.method == "early-stop":
-        return Reached(_level(run, made, threads))
     if made.method in _RIVAL:
         return Either(made.plateau, Reached(_level(run, made, threads), made.every))
     return made.plateau
@@ -542,13 +540,12 @@ class BestRound:
 
 def _as_it_is(model: FederatedModel, clients: NDArray[np.int64]) -> FederatedModel:
     """A model that stays as it is while its run goes on; without what clients keep for a defense only."""
-    task = model.task
-    own = {part.name for part in task.defense.own_components()}
-    parts = tuple(part for part in task.components if part.name not in own)
+    task = model.task.without_own()
+    parts, names = task.components, {part.name for part in task.components}
     store = ClientStore(parts, task.training.optimizer, model.train.n_users, model.train.n_items, task.seed)
     for start in range(0, len(clients), BLOCK):
-        store.write(model.store.read(clients[start : start + BLOCK]).only({part.name for part in parts}))
-    return replace(model, task=replace(task, components=parts), store=store, version=store.version)
+        store.write(model.store.read(clients[start : start + BLOCK], names))
+    return replace(model, task=task, store=store, version=store.version)
 
 
 def measure(

@@ -28,11 +28,18 @@ from recleak.attacks.learners import (
     Svc,
     Tree,
 )
-from recleak.attacks.membership import FarthestRows, FromUploads, Participation
+from recleak.attacks.membership import (
+    AllPositive,
+    FarthestRows,
+    FromUploads,
+    Participation,
+    Popularity,
+    RandomGuess,
+)
 from recleak.attacks.representation import FromRepresentations, Reads
 from recleak.attacks.shadow import ShadowClients
 from recleak.data.features import classes_of
-from recleak.errors import ConfigError
+from recleak.errors import ConfigError, unknown_name
 from recleak.grading import communities, grade_communities, grade_items, pairs_seen, truth_of
 from recleak.metrics.inference import most_probable
 from recleak.metrics.linearized import auc_values, macro_f1_values
@@ -95,7 +102,7 @@ def listener(ask: Mapping[str, Scalar]) -> str:
 def attack_of(made: Setting, ask: Mapping[str, Scalar], inferred: dict[str, OncePerUpload]) -> Any:
     """Who listens to uploads for an ask, if anybody does. What was inferred from an upload serves all."""
     name, every = str(ask.get("attack", "")), ask.get("uploads") == "all"
-    plain = _membership(ask)
+    plain = _membership(made, ask)
     once = OncePerUpload(participation=plain.participation, inner=plain, forgets=every)
     membership = inferred.setdefault(repr(plain), once)
     if name == "aia" and ask.get("reads") != "private":
@@ -120,12 +127,22 @@ def attack_of(made: Setting, ask: Mapping[str, Scalar], inferred: dict[str, Once
     return None
 
 
-def _membership(ask: Mapping[str, Scalar]) -> FromUploads:
-    """How the server tells own items: along the gradient of their score, or by how far rows moved."""
+def _membership(made: Setting, ask: Mapping[str, Scalar]) -> FromUploads:
+    """How the server tells own items: along the gradient of their score, or by how far rows moved; and what costs
+    nothing, of the same rows.
+    """
     participation: Participation = "all" if ask.get("uploads") == "all" else "last"
-    if ask.get("by") == "distance":
-        return FarthestRows(participation=participation)
-    return GradientAlignment(shadow_rows=0, participation=participation)
+    ways: dict[str, Callable[[], FromUploads]] = {
+        "gradient": lambda: GradientAlignment(shadow_rows=0, participation=participation),
+        "distance": lambda: FarthestRows(participation=participation),
+        "popularity": lambda: Popularity(participation=participation),
+        "all-positive": lambda: AllPositive(participation=participation),
+        "random": lambda: RandomGuess(participation=participation, seed=made.seed),
+    }
+    by = str(ask.get("by", "gradient"))
+    if by not in ways:
+        raise unknown_name("by", by, ways)
+    return ways[by]()
 
 
 def graded(
@@ -217,11 +234,16 @@ def _best_epoch(
 
 
 def _items(made: Setting, tap: Listening[Any, Any] | None) -> dict[str, NDArray[np.float64]]:
+    """Beside the means over users the median AUC and the share below 0.5: who guesses which side of a line is own is
+    right of some users and wrong of others.
+    """
     if tap is None:
         raise AssertionError("a membership attack listens")
     question = pairs_seen(tap.state(), made.train.n_items)
     graded = grade_items(question, tap.answer(question), truth_of(question, made.train))
-    return {"f1": graded.f1.value, "auc": graded.auc.value}
+    value = graded.auc.value
+    beside = {"auc-median": np.median(value, keepdims=True), "auc-below": (value < 0.5).astype(np.float64)}
+    return {"f1": graded.f1.value, "auc": value, **beside}
 
 
 def _communities(

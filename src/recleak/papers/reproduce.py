@@ -118,8 +118,7 @@ class Run:
 
 def plan(results: Results, cells: Iterable[str], seeds: int) -> list[Run]:
     """The runs that are missing: seed 0 of everything before seed 1, each in the order in which cells need it, but
-    those that need another run come after those that need none. Side by side, one may begin before what it needs has
-    ended; it then measures that itself.
+    those that need another run come after those that need none.
     """
     paper = results.paper
     asked: dict[str, tuple[Question, set[str]]] = {}
@@ -177,8 +176,16 @@ def measure_all(paper: Paper, runs: Sequence[Run], store: Store, *, workers: int
     """Measure what is missing and store it; returns how many runs failed. An error in one does not stop the others."""
     runner_module(paper)  # an import that fails does so here, once
     work = partial(measure, runner=paper.runner, store=store)
-    outcomes = do_all(runs, work, workers=workers, needs=[needed_bytes(run) for run in runs])
+    sizes = [needed_bytes(run) for run in runs]
+    outcomes = do_all(runs, work, workers=workers, needs=sizes, after=_after(runs))
     return sum(bool(outcome.problems) for outcome in outcomes.values())
+
+
+def _after(runs: Sequence[Run]) -> list[set[int]]:
+    """For each run the places of those that measure what it needs: else it would measure that itself, again."""
+    place = {(wanted.question.name, run.seed): at for at, run in enumerate(runs) for wanted in run.wanted}
+    needed = [{(each.name, run.seed) for each in _needs(run.wanted[0].question)} for run in runs]
+    return [{place[name] for name in names & place.keys()} for names in needed]
 
 
 def needed_bytes(run: Run) -> int:

@@ -230,7 +230,7 @@ class Results:
         self, paper: Paper, store: Store, *, code: int, variant: str, known: Mapping[str, Ours] | None = None
     ) -> None:
         self.paper, self.store, self.code, self.variant = paper, store, code, variant
-        self.known = dict(known or {})
+        self.known = self._shared(known or {})
         self._found: dict[tuple[str, ...], Ours] = {}
         self._answers: dict[tuple[str, int], Answer] = {}
 
@@ -248,16 +248,26 @@ class Results:
         stored, known = self._stored(name), self.known.get(name, Ours())
         return stored if stored.seeds >= known.seeds else known
 
+    def _shared(self, known: Mapping[str, Ours]) -> dict[str, Ours]:
+        """What is known, for all cells that ask the same: of several, what has the most seeds."""
+        best: dict[tuple[str, ...], Ours] = {}
+        for name, ours in known.items():
+            key = self._key(self.paper.cells[name])
+            if key not in best or ours.seeds > best[key].seeds:
+                best[key] = ours
+        keys = {name: self._key(cell) for name, cell in self.paper.cells.items()} if best else {}
+        return {name: best[key] for name, key in keys.items() if key in best}
+
+    def _key(self, cell: Cell) -> tuple[str, ...]:
+        """The same for cells that are the same number."""
+        if cell.ratio is not None:
+            return "ratio", *cell.ratio
+        kind = "metric" if cell.series is None else "series"
+        return self.question(cell).name, kind, str(cell.metric or cell.series)
+
     def _stored(self, name: str) -> Ours:
         cell = self.paper.cells[name]
-        if cell.ratio is not None:
-            key: tuple[str, ...] = ("ratio", *cell.ratio)
-        else:
-            key = (
-                self.question(cell).name,
-                "metric" if cell.series is None else "series",
-                str(cell.metric or cell.series),
-            )
+        key = self._key(cell)
         if key not in self._found:
             self._found[key] = self._ratio(cell.ratio) if cell.ratio is not None else self._measured(cell)
         return self._found[key]

@@ -156,16 +156,19 @@ class FederatedModel:
         order, back = torch.unique(users.cpu(), return_inverse=True)
         asked = None if items is None else items[back.argsort()]
         parts, step = [], max(1, _SCORED // (4 * numbers))
+        tuned = self.tuned and self.examples is not None
+        task = self.task if tuned else self.task.without_own()
+        names = None if tuned else {part.name for part in task.components}
         for start in range(0, len(order), step):
             some = order[start : start + step].numpy()
             here = None if asked is None else asked[start : start + step]
-            kept, moved = self.store.read(some), None
+            kept, moved = self.store.read(some, names), None
             if self.tuned and self.examples is not None:
                 data = self.examples.draw(some, len(self.loss))
                 with torch.enable_grad():  # also for who scores without
                     trained = train(self.task, self.params, kept, data, len(self.loss))
                 kept, moved = trained.kept, trained.update
-            parts.append(personal_scores(self.task, self.params, kept, self._own[some], here, moved=moved))
+            parts.append(personal_scores(task, self.params, kept, self._own[some], here, moved=moved))
         return torch.cat(parts)[back.to(parts[0].device)]
 
     def _require_its_clients(self) -> None:

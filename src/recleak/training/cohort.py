@@ -94,6 +94,11 @@ class Task:
         made = Streams.simulated(self.seed, round, client)
         return replace(made, key=None) if self.on_device else made
 
+    def without_own(self) -> Task:
+        """The same without what clients keep for a defense only: what scores are made of."""
+        own = {part.name for part in self.defense.own_components()}
+        return replace(self, components=tuple(part for part in self.components if part.name not in own))
+
     def __post_init__(self) -> None:
         if self.defense.example_bound is not None and (self.model.reads_neighbors or self.item_features is not None):
             raise ConfigError(

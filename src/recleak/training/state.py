@@ -16,7 +16,7 @@ import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,10 @@ class _Field:
     shape: tuple[int, ...]
     component: Component | None = None  # where its first value comes from; else zeros
     dtype: str = "<f4"
+
+
+def _some(fields: dict[str, _Field], names: Collection[str] | None) -> dict[str, _Field]:
+    return fields if names is None else {name: field for name, field in fields.items() if name in names}
 
 
 class ClientStore:
@@ -141,24 +145,24 @@ class ClientStore:
         """Another number after every write, whoever wrote: also a run that continues in the same directory."""
         return int(self._writes[0])
 
-    def read(self, client: NDArray[np.int64]) -> Update:
-        """What some clients keep, i64[C] ascending."""
-        values = self._read_values(client)
-        if self._rows:
+    def read(self, client: NDArray[np.int64], names: Collection[str] | None = None) -> Update:
+        """What some clients keep, i64[C] ascending: all of it, or what has these names."""
+        values, tables = self._read_values(client, names), _some(self._rows, names)
+        if tables:
             owner, item = np.nonzero(self._has_row[client])
         else:
             owner = item = np.zeros(0, np.int64)
         place = torch.from_numpy(client[owner] * self.n_items + item)
-        rows = {name: self._table(name).index_select(0, place) for name in self._rows}
+        rows = {name: self._table(name).index_select(0, place) for name in tables}
         offset = np.searchsorted(owner, np.arange(len(client) + 1))
         return Update(
             torch.from_numpy(client), values, rows, torch.from_numpy(item), torch.from_numpy(offset), self.n_items
         )
 
-    def _read_values(self, client: NDArray[np.int64]) -> dict[str, Tensor]:
+    def _read_values(self, client: NDArray[np.int64], names: Collection[str] | None = None) -> dict[str, Tensor]:
         values = {}
         fresh = np.flatnonzero(self._visited[client] == 0)
-        for name, field in self._values.items():
+        for name, field in _some(self._values, names).items():
             value = torch.from_numpy(np.array(self._arrays[name][client]))
             if field.component is not None and len(fresh):
                 part = field.component
