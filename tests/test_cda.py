@@ -301,7 +301,7 @@ def test_values_are_of_users_and_quantiles_of_adversaries(
 
 def test_nobody_looks_for_who_tells_its_vector_in_a_gossip_either(small: str) -> None:
     made = setting(a_run(small, protocol="rand", sharing="less"), "as-written", 0)
-    ask = {"attack": "cda", "vector": "mean", "colluders": 0.2}
+    ask: dict[str, Any] = {"attack": "cda", "vector": "mean", "colluders": 0.2}
     sought = cda._Sought.of(made, ask)
     assert sought.aside is not None
     assert torch.equal(sought.aside, made.groups(0.2))

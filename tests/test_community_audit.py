@@ -279,7 +279,7 @@ def test_in_the_self_test_nothing_leaks(data: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gossip", [False, True])
 def test_who_tells_its_vector_for_a_mean_is_not_looked_for(data: str, tmp_path: Path, gossip: bool) -> None:
-    kinds = {"colluders": 0.2, "vector": "mean"}
+    kinds: dict[str, Any] = {"colluders": 0.2, "vector": "mean"}
     attack: Any = PeerCommunity(**kinds) if gossip else ServerCommunity(**kinds)
     protocol: Any = Gossip(rounds=2, refresh=1) if gossip else Federated(rounds=2)
     split = leave_one_out(open_data(data), by="random", seed=0)
@@ -287,7 +287,7 @@ def test_who_tells_its_vector_for_a_mean_is_not_looked_for(data: str, tmp_path: 
     ask = Ask("CDA, mean", {"use": "community", "vector": "mean"}, community=10, validation=0.5)
     tap, train = Wiretap(attack, made, ask), train_gossip if gossip else train_federated
     told = range(80)
-    train(protocol, made.model, made.train, defense=made.defense, taps=[tap], confidants=told, show_progress=False)  # type: ignore[operator]
+    train(protocol, made.model, made.train, defense=made.defense, taps=[tap], confidants=told, show_progress=False)
     aside = set_aside(attack, tap.knowledge)
     assert aside is not None
     assert aside.sum(1).min() >= 16
