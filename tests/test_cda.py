@@ -19,8 +19,8 @@ from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
 from recleak.defenses.sharing import ShareLess
 from recleak.epsilon import gaussian_epsilon
 from recleak.errors import ConfigError, RecleakError
-from recleak.grading import communities
-from recleak.papers import cda, cda_sensitive
+from recleak.grading import communities, grade_communities
+from recleak.papers import cda, cda_nulls, cda_sensitive
 from recleak.papers.base import load
 from recleak.papers.cda import CLIP, DELTA, measure, setting
 from recleak.papers.reproduce import Measured, Run, Wanted, measure_all, needed_bytes
@@ -221,3 +221,91 @@ def test_a_model_of_what_comes_next_is_not_asked_about_kinds_of_items(small: str
             cda_sensitive.tap(made, ask, ())
     with pytest.raises(ConfigError, match="expected GMF"):
         answers(a_run(small, model="prme"), {"attack": "cda", "halves": True})
+
+
+# --- nulls and intervals ----------------------------------------------------------------------------------------------
+
+
+def test_the_best_of_many_rankings_is_that_of_a_plain_loop() -> None:
+    users, size, rounds = 40, 6, 20
+    truth = torch.from_numpy(np.random.default_rng(1).random((users, users)).argsort(1) < size)
+    truth.fill_diagonal_(False)
+    quick = cda_nulls.best_of_rankings(truth, size, rounds, seed=3, repeats=200)
+    slow = []
+    for repeat in range(200):
+        torch.manual_seed(repeat)
+        score = torch.rand(rounds, users)
+        found = [grade_communities(one.repeat(users, 1), truth, size, torch.arange(users)) for one in score]
+        slow.append(max(float(each["accuracy"].mean()) for each in found))
+    assert quick.shape == (200,)
+    assert quick.mean() == pytest.approx(np.mean(slow), abs=0.005)
+    assert quick.std() == pytest.approx(np.std(slow), rel=0.3)
+    once = cda_nulls.best_of_rankings(truth, size, 1, seed=3, repeats=2000)
+    assert once.mean() == pytest.approx(float(truth.sum()) / users / (users - 1), abs=0.003)
+
+
+def test_nulls_need_no_training(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cda, "SIZE", 10)
+    monkeypatch.delattr(cda, "train_federated")
+    asks: list[dict[str, Any]] = [
+        {"attack": "random"},
+        {"attack": "random", "times": 3},
+        {"attack": "random", "rounds": 50},
+        {"attack": "activity"},
+        {"attack": "noise", "scoring": "standardized", "rounds": 3},
+        {"attack": "noise", "scoring": "standardized", "disjoint": True, "rounds": 3},
+    ]
+    draw, more, best, activity, noise, apart = (each.metrics for each in answers(a_run(small), *asks))
+    assert draw["accuracy"].mean() == pytest.approx(10 / 59, abs=0.03)
+    assert draw["expected"] == pytest.approx(10 / 59)
+    assert more["accuracy"] == pytest.approx(3 * draw["accuracy"])
+    assert draw["accuracy"].mean() < best["accuracy"].mean() <= best["p95"][0]
+    for each in (draw, more, activity, noise, apart):
+        assert each["user"].tolist() == list(range(60))
+        assert len(each["accuracy"]) == 60
+    assert noise["accuracy"].mean() == pytest.approx(10 / 59, abs=0.04)
+    assert not np.array_equal(noise["accuracy"], apart["accuracy"])
+
+
+def test_a_ranking_that_all_share_is_no_finding(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals over users as adversaries and as victims have the null; over adversaries alone, they mostly do not."""
+    monkeypatch.setattr(cda, "SIZE", 10)
+    made = setting(a_run(small), "as-written", 0)
+    users = torch.arange(60)
+    truth = communities(made.targets, made.train, 10, users)
+    wide = narrow = 0
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        found = cda.graded(torch.from_numpy(rng.random(60)).float().repeat(60, 1), truth, 10, users)
+        both, alone = found["accuracy of users"].numpy(), found["accuracy"].double().numpy()
+        assert both.mean() == pytest.approx(alone.mean())
+        wide += abs(both.mean() - 10 / 59) > 1.96 * both.std() / 60**0.5
+        narrow += abs(alone.mean() - 10 / 59) > 1.96 * alone.std() / 60**0.5
+    assert wide <= 0.12 * 200 < narrow
+
+
+@pytest.mark.parametrize("protocol", ["fl", "rand"])
+def test_values_are_of_users_and_quantiles_of_adversaries(
+    small: str, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cda, "SIZE", 10)
+    monkeypatch.setattr(cda, "SOME", 20)
+    plain, chain = answers(a_run(small, protocol=protocol), {"attack": "cda"}, {"attack": "chain"})
+    for each in (plain, chain):
+        found = each.metrics
+        assert found["last-aac"].mean() == pytest.approx(each.series["aac"][-1][1])
+        assert found["user"].tolist() == list(range(60))
+        assert all(found[name].shape == (60,) for name in ("max-aac", "last-aac", "chosen-aac", "bound"))
+        assert 0 <= found["median"][0] <= found["p99"][0] <= 1
+
+
+def test_nobody_looks_for_who_tells_its_vector_in_a_gossip_either(small: str) -> None:
+    made = setting(a_run(small, protocol="rand", sharing="less"), "as-written", 0)
+    ask: dict[str, Any] = {"attack": "cda", "vector": "mean", "colluders": 0.2}
+    sought = cda._Sought.of(made, ask)
+    assert sought.aside is not None
+    assert torch.equal(sought.aside, made.groups(0.2))
+    assert not bool((sought.truth & sought.aside).any())
+    assert torch.equal(cda._tap(made, ask).knowledge.public["groups"], sought.aside)
+    (got,) = answers(a_run(small, protocol="rand", sharing="less"), ask)
+    assert 0 <= got.metrics["max-aac"].mean() <= 1

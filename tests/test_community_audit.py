@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
 from recleak import machine
+from recleak.attacks.base import WhoBelongs
+from recleak.attacks.community import PeerCommunity, ServerCommunity
+from recleak.cells import Ask
 from recleak.conditions import METRICS, Condition
 from recleak.data import store
+from recleak.data.source import open_data
+from recleak.data.split import leave_one_out
 from recleak.data.synthetic import Synthetic
-from recleak.defenses.sharing import Share
+from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError, RecleakError
 from recleak.experiment import experiment
 from recleak.findings import Findings
 from recleak.grading import grade_communities
+from recleak.made import Made
 from recleak.models.mf import GMF
-from recleak.protocols.gossip import Gossip
+from recleak.protocols.federated import Federated, train_federated
+from recleak.protocols.gossip import Gossip, train_gossip
 from recleak.report.matrix import markdown
 from recleak.runs import audit_run
-from recleak.storing import REVERSED, graded_both_ways
+from recleak.storing import REVERSED, graded_both_ways, set_aside, store_community, truth_of_communities
 from recleak.watching import spread
+from recleak.wiretap import Wiretap
 
 ADAM = {"use": "adam", "learning_rate": 0.02, "keep": True}
 LOCAL = {"epochs": 2, "batch_size": "none", "optimizer": ADAM, "resample": True}
@@ -115,7 +128,9 @@ def test_communities_are_found_beside_the_null(whole: tuple[Findings, Path]) -> 
     leak = verdict["federated", "share"]
     assert leak["question"] == "community"
     assert leak["verdict"] == "leaks"
-    assert leak["null"] == "random users"
+    assert leak["null"] in ("random users", "activity")
+    nulls = findings.scores.filter((pl.col("role") == "null") & pl.col("value").is_not_null())
+    assert {"random users", "activity"} <= set(nulls.filter(pl.col("protocol") == "federated")["attack"])
     assert leak["value"] > leak["null_high"]
     assert "tells who is in a user's community from who is not with AUC" in leak["words"]
     rows = findings.scores.filter((pl.col("protocol") == "federated") & (pl.col("defense") == "share"))
@@ -260,6 +275,40 @@ def test_in_the_self_test_nothing_leaks(data: str, tmp_path: Path) -> None:
     findings = audit_run(experiment(table(data, **changes)), tmp_path / "run", command="test")
     assert set(findings.verdicts["verdict"]) <= {"not found", "cannot tell"}
     assert not list(Condition.parse("community.auc > 0.6").violations(findings))
+
+
+@pytest.mark.parametrize("gossip", [False, True])
+def test_who_tells_its_vector_for_a_mean_is_not_looked_for(data: str, tmp_path: Path, gossip: bool) -> None:
+    kinds: dict[str, Any] = {"colluders": 0.2, "vector": "mean"}
+    attack: Any = PeerCommunity(**kinds) if gossip else ServerCommunity(**kinds)
+    protocol: Any = Gossip(rounds=2, refresh=1) if gossip else Federated(rounds=2)
+    split = leave_one_out(open_data(data), by="random", seed=0)
+    made = Made(split, split.train, GMF(4), protocol, ShareLess(), None, 0)
+    ask = Ask("CDA, mean", {"use": "community", "vector": "mean"}, community=10, validation=0.5)
+    tap, train = Wiretap(attack, made, ask), train_gossip if gossip else train_federated
+    told = range(80)
+    train(protocol, made.model, made.train, defense=made.defense, taps=[tap], confidants=told, show_progress=False)
+    aside = set_aside(attack, tap.knowledge)
+    assert aside is not None
+    assert aside.sum(1).min() >= 16
+    truth, users = truth_of_communities(made, ask, aside), torch.arange(80)
+    assert not bool((truth & aside).any())
+    assert truth.sum(1).tolist() == [10] * 80
+    store_community(SimpleNamespace(path=tmp_path), ask, tap, made, np.zeros(80, np.int64))  # type: ignore[arg-type]
+    (file,) = tmp_path.glob("*.parquet")
+    frame, facts = pl.read_parquet(file), json.loads(file.with_suffix(".json").read_text())
+    answer = tap.answer(WhoBelongs(users, users)) * facts["direction"]
+    answer = torch.where(torch.isfinite(answer), answer, float("-inf"))
+    graded = grade_communities(answer, truth, 10, users, aside)
+    np.testing.assert_allclose(frame["accuracy"], graded["accuracy"], atol=1e-6)
+    np.testing.assert_allclose(frame["accuracy"], facts["curve"][-1], atol=1e-5)
+    a = int(np.flatnonzero(~frame["valid"].to_numpy())[0])
+    victims = ~frame["valid"].to_numpy() & ~aside[a].numpy()
+    floor = torch.where(torch.isfinite(answer), answer, answer[torch.isfinite(answer)].min() - 1)
+    expected = roc_auc_score(truth[a, victims], floor[a, victims])
+    assert frame["auc"][a] == pytest.approx(expected)
+    assert set_aside(replace(attack, vector="told"), tap.knowledge) is None
+    assert ask.key != replace(ask, settings={"use": "community", "vector": "told"}).key
 
 
 def test_rounds_of_a_curve() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from recleak.attacks.base import WhichItems
 from recleak.data.interactions import Interactions
 from recleak.grading import (
+    as_victims,
     claimed_interactions,
     claims,
     communities,
@@ -400,6 +401,22 @@ def test_who_was_not_heard_of_or_stands_aside_is_not_found() -> None:
     assert graded["exposed"].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     aside = torch.tensor([[True, False, False, False, False, False]])
     assert grade_communities(score, truth, 4, aside=aside)["accuracy"].tolist() == [0.5]
+
+
+def test_what_victims_add_to_the_mean_is_what_drawing_them_again_adds() -> None:
+    """The derivative of the mean hits by how often each user is drawn as a victim, of some users as adversaries."""
+    rng = np.random.default_rng(0)
+    users, who = 30, torch.tensor([3, 8, 20])
+    truth = torch.from_numpy(rng.random((3, users)).argsort(1) < 6)
+    truth[torch.arange(3), who] = False
+    graded = grade_communities(torch.from_numpy(rng.random((3, users))).float(), truth, 6, who)
+    column = as_victims(graded["accuracy"], graded["exposed"], truth)
+    assert column.mean() == pytest.approx(0, abs=1e-9)
+    share = graded["accuracy"].double().numpy()
+    hits = graded["exposed"].double().nan_to_num().numpy() * truth.sum(0).numpy()
+    expected = (hits - truth.numpy().T @ share) * users / 3 / truth.sum(1).double().mean().item()
+    np.testing.assert_allclose(column, expected - expected.mean(), atol=1e-6)
+    assert graded["heard"][truth.any(0)].tolist() == [1.0] * int(truth.any(0).sum())
 
 
 def test_a_community_has_nobody_who_stands_aside() -> None:

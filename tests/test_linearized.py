@@ -77,6 +77,18 @@ def test_adversaries_and_victims_have_the_mean_of_adversaries() -> None:
     assert both_ways(auc, column).mean() == pytest.approx(np.mean(expected))
 
 
+def test_who_stands_aside_is_no_victim() -> None:
+    rng = np.random.default_rng(6)
+    truth, aside, score = rng.random((20, 20)) < 0.4, rng.random((20, 20)) < 0.2, rng.normal(size=(20, 20))
+    aside[:, 0] = True
+    auc, column = auc_both_ways(score, truth & ~aside, aside)
+    victims = ~aside & ~np.eye(20, dtype=bool)
+    expected = [roc_auc_score(truth[a, victims[a]], score[a, victims[a]]) for a in range(20)]
+    assert auc == pytest.approx(expected)
+    assert column[0] == 0
+    assert column.mean() == pytest.approx(0)
+
+
 def test_a_victim_counts_by_how_much_it_moves_the_mean() -> None:
     """Twice the weight of a victim moves the mean AUC by its value over the number of users, to first order."""
     rng = np.random.default_rng(5)

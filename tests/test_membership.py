@@ -929,6 +929,38 @@ def test_alignment_where_every_row_is_sent() -> None:
     assert adapted.auc.value.mean() > 0.85
 
 
+def test_alignment_where_every_row_is_sent_without_a_defense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shadows touch some of the items only: what they did not send did not move."""
+    own = np.random.default_rng(0).random((3, 40)) < 0.2
+    own[:, -1] = True  # item 39 exists
+    data = interactions(own)
+    tap, local = Collect(), LocalTraining(epochs=2, batch_size=16, optimizer=Adam(0.01), negatives=1)
+    model = NCF(4, hidden=(8,))
+    run(model, local, data, [tap])
+    broadcast, sent = tap.messages[:2]
+    assert isinstance(broadcast, Broadcast)
+    assert isinstance(sent, Upload)
+    update = sent.update.with_all_rows()
+    knowledge = knowledge_of(model, local, data, Defense(), popularity=popularity(data))
+    shadows: list[Update] = []
+    made = alignment._rows_at
+
+    def rows_at(each: Update, moved: Update) -> Params:
+        rows = made(each, moved)
+        there = torch.isin(each.owner * 40 + each.item, moved.owner * 40 + moved.item)
+        assert not bool(there.all())
+        assert not bool(rows["item"][~there].any())
+        assert torch.equal(rows["item"][there], moved.rows["item"])
+        shadows.append(moved)
+        return rows
+
+    monkeypatch.setattr(alignment, "_rows_at", rows_at)
+    odds, _ = GradientAlignment().evidence(knowledge, broadcast.params, update, 0)
+    assert shadows
+    assert odds.shape == (3 * 40,)
+    assert bool(torch.isfinite(odds).all())
+
+
 def test_alignment_where_user_vectors_are_sent() -> None:
     (found,) = graded([GradientAlignment(shadow_rows=100)], MODELS["mf"], TRAININGS["adam"], defense=Share(("user",)))
     assert found.auc.value.mean() > 0.95

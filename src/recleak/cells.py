@@ -57,12 +57,14 @@ ATTRIBUTE_NULLS: Mapping[type[Vantage[Any]], Sequence[str]] = {
     Holder: ("majority-of-holder", "proportional-of-holder"),
     Peers: ("majority-of-peers", "proportional-of-peers"),
 }
-COMMUNITY_NULLS: Mapping[type[Vantage[Any]], tuple[str, Mapping[str, Any]]] = {
-    Server: ("random users", {"use": "community", "scoring": "random"}),
-    Aggregator: ("random users of sums", {"use": "community-of-sums", "scoring": "random"}),
-    Peers: ("random peers", {"use": "community-of-peers", "scoring": "random"}),
+COMMUNITY_NULLS: Mapping[type[Vantage[Any]], Sequence[tuple[str, Mapping[str, Any]]]] = {  # of marks too
+    Server: (
+        ("random users", {"use": "community", "scoring": "random"}),
+        ("activity", {"use": "community", "scoring": "activity"}),
+    ),
+    Aggregator: (("random users of sums", {"use": "community-of-sums", "scoring": "random"}),),
+    Peers: (("random peers", {"use": "community-of-peers", "scoring": "random"}),),
 }
-ACTIVITY: tuple[str, Mapping[str, Any]] = ("activity", {"use": "community", "scoring": "activity"})  # of marks
 REFERENCE = ("true interactions", {"use": "true-items"})  # beside attacks on uploads: the audit holds the truth
 Kind = Literal["attack", "null", "reference", "component", "canary"]
 
@@ -101,7 +103,8 @@ class Ask:
         if self.mark is not None:
             return digest([*parts, "mark", asdict(self.mark), _GRADED])
         if self.community:
-            return digest([*parts, COMMUNITY, self.community, _GRADED])
+            aside = ["aside"] if settings.get("vector") == "mean" else []  # before, those who side with it were graded
+            return digest([*parts, COMMUNITY, self.community, _GRADED, *aside])
         return digest([*parts, self.attribute, self.known] if self.attribute else parts)
 
 

@@ -279,10 +279,25 @@ def grade_communities(
         "accuracy": right.sum(1) / size,
         "bound": (truth & seen).sum(1) / size,
         "exposed": torch.where(members > 0, right.sum(0) / members.clamp(min=1), float("nan")),
+        "heard": torch.where(members > 0, (truth & seen).sum(0) / members.clamp(min=1), float("nan")),
         "separation": (gap / spread.clamp(min=1e-30))[told].mean().nan_to_num()
         if bool(told.any())
         else torch.zeros(()),
     }
+
+
+def as_victims(share: Tensor, exposed: Tensor, truth: Tensor) -> NDArray[np.float64]:
+    """What each user adds as a victim to the mean over adversaries of the share of a community that is hit, f64[U].
+
+    share f32[A]: of each adversary; exposed f32[U]: the share of the adversaries in whose community a user is that hit
+    it; truth bool[A, U]. It is the hits on a user less those that are expected of a member of the communities in which
+    it is, 0 on average: for `metrics.intervals.both_ways`, if every adversary is one of the users.
+    """
+    hits = exposed.double().nan_to_num() * truth.sum(0)
+    column = hits - truth.double().T @ share.double()
+    weight = truth.shape[1] / truth.shape[0] / truth.sum(1).double().mean().clamp(min=1)
+    values: NDArray[np.float64] = ((column - column.mean()) * weight).numpy()
+    return values
 
 
 def _highest(score: Tensor, size: int) -> Tensor:

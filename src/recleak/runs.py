@@ -25,7 +25,6 @@ from recleak import __version__, objects
 from recleak.attacks.base import WhichAttribute, WhoBelongs
 from recleak.audited import Audited, stored
 from recleak.cells import (
-    ACTIVITY,
     ATTRIBUTE_NULLS,
     COMMUNITY_NULLS,
     GIVEN,
@@ -247,10 +246,9 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
         nulls += [Ask(*REFERENCE, "reference", **about)] if vantage is Server else []
     for vantage in dict.fromkeys(_vantage(ask) for ask in attacks if ask.community):
         about = {**common, "community": experiment.communities}
-        nulls.append(Ask(*COMMUNITY_NULLS[vantage], "null", **about))
+        nulls += [Ask(*guess, "null", **about) for guess in COMMUNITY_NULLS[vantage]]
     for mark, vantage in dict.fromkeys((ask.mark, _vantage(ask)) for ask in attacks if ask.mark is not None):
-        guesses = [COMMUNITY_NULLS[vantage], *([ACTIVITY] if vantage is Server else [])]
-        nulls += [Ask(*guess, "null", **common, mark=mark) for guess in guesses]
+        nulls += [Ask(*guess, "null", **common, mark=mark) for guess in COMMUNITY_NULLS[vantage]]
     parts = [
         replace(ask, kind="component", role=role)
         for ask in attacks

@@ -14,12 +14,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import random
-from recleak.attacks.base import WhichAttribute, WhichItems, WhoBelongs
+from recleak.attacks.base import Knowledge, WhichAttribute, WhichItems, WhoBelongs
+from recleak.attacks.community_targets import groups_of
 from recleak.canaries import Canaries, bound
 from recleak.cells import Ask, Cell
 from recleak.errors import ConfigError
 from recleak.files import replace_table, replace_text
-from recleak.grading import communities, grade_communities, grade_holders, grade_users, shuffled, truth_of
+from recleak.grading import (
+    as_victims,
+    communities,
+    grade_communities,
+    grade_holders,
+    grade_users,
+    shuffled,
+    truth_of,
+)
 from recleak.metrics.comparison import is_known, is_validation
 from recleak.metrics.inference import most_probable
 from recleak.metrics.linearized import auc_both_ways, auc_values, macro_f1_values
@@ -135,15 +144,24 @@ def store_bound(cell: Cell, ask: Ask, tap: Listening[Any, WhichItems], canaries:
     store(cell, ask.key, {**_about(ask), "reason": None, "bound": asdict(found)})
 
 
-def truth_of_communities(made: Made, ask: Ask) -> Tensor:
-    """Who is similar to each user, bool[U, U]; in the audit's test of itself, some other users."""
+def truth_of_communities(made: Made, ask: Ask, aside: Tensor | None = None) -> Tensor:
+    """Who is similar to each user and not `aside` (bool[U, U]), bool[U, U]; in the audit's test of itself, some other
+    users.
+    """
     users = torch.arange(made.train.n_users)
-    truth = communities(made.targets, made.split.train, ask.community, users)
+    truth = communities(made.targets, made.split.train, ask.community, users, aside)
     if ask.shuffle:
         lot = random.bits(made.seed, "shuffled communities", users.numpy()[:, None], users.numpy())
         truth = truth.gather(1, torch.from_numpy(lot.argsort(1)))
         truth.fill_diagonal_(False)
+        if aside is not None:
+            truth &= ~aside
     return truth
+
+
+def set_aside(attack: Any, knowledge: Knowledge) -> Tensor | None:
+    """Who is not looked for as it tells an adversary its vector, for the mean of those who side with it, bool[U, U]."""
+    return groups_of(knowledge) if getattr(attack, "vector", "sent") == "mean" else None
 
 
 def graded_both_ways(answer: Tensor, grade: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -169,16 +187,16 @@ def store_community(
     adds to the mean of all adversaries by being there for them (`metrics.intervals.both_ways`).
     """
     everybody = torch.arange(made.train.n_users)
-    truth, answer = truth_of_communities(made, ask), tap.answer(WhoBelongs(everybody, everybody)).double()
+    aside = set_aside(tap.attack, tap.knowledge)
+    truth, answer = truth_of_communities(made, ask, aside), tap.answer(WhoBelongs(everybody, everybody)).double()
     answer = torch.where(torch.isfinite(answer), answer, float("-inf"))
     valid, took_part = is_validation(everybody.numpy(), ask.validation), rounds >= 0
-    direction, auc, auc_as_victim = 1, *_auc_by_part(answer, truth, valid)
+    direction, auc, auc_as_victim = 1, *_auc_by_part(answer, truth, valid, aside)
     chosen = auc[valid & took_part]
     if _known(chosen) and round(float(np.nanmean(chosen)), 12) < 0.5:
         answer, direction = _turned(answer), -1  # that is a leak too: read the other way round
-        auc, auc_as_victim = _auc_by_part(answer, truth, valid)
-    graded = grade_communities(answer, truth, ask.community, everybody)
-    seen = truth & torch.isfinite(answer) & ~torch.eye(len(truth), dtype=torch.bool)
+        auc, auc_as_victim = _auc_by_part(answer, truth, valid, aside)
+    graded = grade_communities(answer, truth, ask.community, everybody, aside)
     frame = pl.DataFrame(
         {
             "user": everybody.numpy(),
@@ -188,8 +206,8 @@ def store_community(
             "bound": np.where(took_part, graded["bound"].double().numpy(), np.nan),
             "exposed": np.where(took_part, graded["exposed"].double().numpy(), np.nan),
             "auc_as_victim": np.where(valid, np.nan, auc_as_victim),
-            "accuracy_as_victim": _as_victims(_hits(graded["exposed"], truth), graded["accuracy"], truth),
-            "bound_as_victim": _as_victims(seen.sum(0), graded["bound"], truth),
+            "accuracy_as_victim": as_victims(graded["accuracy"], graded["exposed"], truth),
+            "bound_as_victim": as_victims(graded["bound"], graded["heard"], truth),
             "round": rounds,
             "activity": made.train.activity.astype(np.int64),
         }
@@ -197,7 +215,7 @@ def store_community(
     replace_table(cell.path / f"{ask.key}.parquet", frame)
     way = "" if direction > 0 else REVERSED
     accuracy, exposed = tap.curve("accuracy" + way), tap.curve("exposed" + way)
-    by_victim = [_as_victims(_hits(each, truth), own, truth) for each, own in zip(exposed, accuracy, strict=True)]
+    by_victim = [as_victims(own, each, truth) for own, each in zip(accuracy, exposed, strict=True)]
     facts = {
         "reason": None,
         "vantage": type(tap.vantage).__name__,
@@ -213,31 +231,19 @@ def store_community(
 
 
 def _auc_by_part(
-    answer: Tensor, truth: Tensor, valid: NDArray[np.bool_]
+    answer: Tensor, truth: Tensor, valid: NDArray[np.bool_], aside: Tensor | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """AUC of each adversary, and what each adds as a victim, f64[U] twice: among validation users, and the others."""
+    """AUC of each adversary, and what each adds as a victim, f64[U] twice: among validation users, and the others. Who
+    stands `aside`, bool[U, U], is no victim.
+    """
     score = answer.numpy()
     score = np.where(np.isfinite(score), score, np.min(score, where=np.isfinite(score), initial=0.0) - 1)
     auc, column = np.full(len(score), np.nan), np.zeros(len(score))
     for part in (np.flatnonzero(valid), np.flatnonzero(~valid)):
         inside = np.ix_(part, part)
-        auc[part], column[part] = auc_both_ways(score[inside], truth.numpy()[inside])
+        off = None if aside is None else aside.numpy()[inside]
+        auc[part], column[part] = auc_both_ways(score[inside], truth.numpy()[inside], off)
     return auc, column
-
-
-def _hits(exposed: Tensor, truth: Tensor) -> Tensor:
-    """By how many adversaries of whose communities it is each user is found, f64[U]."""
-    return exposed.double().nan_to_num() * truth.sum(0)
-
-
-def _as_victims(hits: Tensor, share: Tensor, truth: Tensor) -> NDArray[np.float64]:
-    """What each user adds as a victim to the mean share of a community that is hit (f32[U], by adversary), f64[U].
-
-    The hits that it is, i64[U], less those that are expected of a member of the communities in which it is.
-    """
-    column = hits - truth.double().T @ share.double()
-    values: NDArray[np.float64] = ((column - column.mean()) / truth.sum(1).double().mean().clamp(min=1)).numpy()
-    return values
 
 
 def _listed(values: NDArray[np.float64]) -> list[float | None]:

@@ -28,6 +28,7 @@ from recleak.storing import (
     graded_both_ways,
     lookouts_of,
     node_of,
+    set_aside,
     truth_of_communities,
     truth_of_mark,
 )
@@ -66,11 +67,8 @@ class Wiretap(Watching[Any, Any]):
     def __init__(self, attack: Any, made: Made, ask: Ask | None = None) -> None:
         knowledge, users = made.knowledge(ask), torch.arange(made.train.n_users)
         question, grade = None, None
-        if ask is not None and ask.community:
-            question, truth = WhoBelongs(users, users), truth_of_communities(made, ask)
-            plain: Grade = partial(grade_communities, truth=truth, size=ask.community, leader=users)
-            grade = partial(graded_both_ways, grade=plain)
-        leader: Tensor | None = users if ask is not None and ask.community else node_of(made)
+        community = ask is not None and bool(ask.community)
+        leader: Tensor | None = users if community else node_of(made)
         if ask is not None and ask.mark is not None:
             leader = lookouts_of(made, attack)
             targets = torch.from_numpy(ask.mark.items(made.split.train)).float()
@@ -78,11 +76,16 @@ class Wiretap(Watching[Any, Any]):
             public |= {} if leader is None else {"leaders": leader}
             knowledge = replace(knowledge, public={**knowledge.public, **public})
             question = WhoBelongs(torch.arange(len(public["targets"])), users)
-            plain = partial(grade_holders, truth=truth_of_mark(made, ask), leader=leader)
+            plain: Grade = partial(grade_holders, truth=truth_of_mark(made, ask), leader=leader)
             grade = partial(graded_both_ways, grade=plain)
         if attack.vantage is Peers or getattr(attack, "vector", "sent") == "mean":
             groups = colluding(len(users), getattr(attack, "colluders", 0.0), made.seed, leader)
             knowledge = replace(knowledge, public={**knowledge.public, "groups": groups})
+        if ask is not None and community:
+            aside = set_aside(attack, knowledge)
+            question, truth = WhoBelongs(users, users), truth_of_communities(made, ask, aside)
+            plain = partial(grade_communities, truth=truth, size=ask.community, leader=users, aside=aside)
+            grade = partial(graded_both_ways, grade=plain)
         vantage = Peers(groups) if attack.vantage is Peers else attack.vantage()
         super().__init__(vantage, attack, knowledge, question, grade, spread(made.protocol.rounds))
         self.failed: str | None = None  # why it could not go on

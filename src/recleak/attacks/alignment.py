@@ -120,12 +120,7 @@ class GradientAlignment(FromUploads):
         tables = {part.name for part in knowledge.components if part.storage == "per_user"}
         known = {part: torch.cat([value] * _MOST) if part in tables else value for part, value in received.items()}
         moved = train_shadows(knowledge, known, data, round, seed, defense=without_data_hooks(knowledge.defense))
-        rows = moved.rows
-        if len(moved.item) != len(each.item):  # a defense sends rows that the client never touched
-            sent, touched = (u.owner * knowledge.n_items + u.item for u in (moved, each))
-            place = torch.searchsorted(sent, touched)
-            rows = {part: value[place] for part, value in rows.items()}
-        shadow = replace(each, values=moved.values, rows=rows)
+        shadow = replace(each, values=moved.values, rows=_rows_at(each, moved))
         return without_shift_of_rows(knowledge, received, shadow), owner, truth
 
 
@@ -156,6 +151,19 @@ def _of_own(knowledge: Knowledge, odds: Tensor, update: Update, own: Tensor, lab
     if_negative = (own * defense.flips / (size - labelled).clamp(min=_TINY)).clamp(0, 1)[owner]
     chance = positive * if_positive + (1 - positive) * if_negative
     return (chance.clamp(1e-9, 1 - 1e-9)).logit().float()
+
+
+def _rows_at(each: Update, moved: Update) -> Params:
+    """The rows of `moved` at the items of `each`: a defense may send others too. One that was not sent did not move."""
+    touched, sent = (u.owner * u.n_items + u.item for u in (each, moved))
+    if torch.equal(touched, sent):
+        return moved.rows
+    place = torch.searchsorted(sent, touched).clamp(max=max(0, len(sent) - 1))
+    there = (sent[place] == touched).nonzero().squeeze(1) if len(sent) else place[:0]
+    return {
+        name: value.new_zeros(len(touched), *value.shape[1:]).index_copy_(0, there, value[place[there]])
+        for name, value in moved.rows.items()
+    }
 
 
 def _with_repeats(knowledge: Knowledge, client: NDArray[np.int64], each: Update, label: Tensor, seed: int) -> LocalData:

@@ -48,20 +48,23 @@ def _auc_values(score: _Floats, positive: NDArray[np.bool_]) -> _Floats:
     return values
 
 
-def auc_both_ways(score: NDArray[np.float64], truth: NDArray[np.bool_]) -> tuple[_Floats, _Floats]:
+def auc_both_ways(
+    score: NDArray[np.float64], truth: NDArray[np.bool_], aside: NDArray[np.bool_] | None = None
+) -> tuple[_Floats, _Floats]:
     """AUC of each of n adversaries who tell n victims apart, and what each user adds as a victim to their mean.
 
     f64[n, n], bool[n, n] -> f64[n], NaN where an adversary has victims of one kind only, and f64[n], 0 on average: both
-    for `metrics.intervals.both_ways`. Nobody is its own victim.
+    for `metrics.intervals.both_ways`. Nobody is its own victim, nor one of whom it stands `aside` for, bool[n, n].
     """
     n = len(score)
+    off = np.eye(n, dtype=bool) if aside is None else aside | np.eye(n, dtype=bool)
     auc, column = np.full(n, np.nan), np.zeros(n)
     for a, (own, mine) in enumerate(zip(score, truth, strict=True)):
-        others = np.arange(n) != a
+        others = ~off[a]
         if mine[others].any() and not mine[others].all():
             values = _auc_values(own[others], mine[others])
             auc[a] = values.mean()
-            column[others] += (values - auc[a]) / (n - 1)
+            column[others] += (values - auc[a]) / len(values)
     known = int((~np.isnan(auc)).sum())
     return auc, column * n / max(1, known)
 

@@ -39,7 +39,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from torch import Tensor
 from recleak import random
 from recleak.accounting import averaging, ledger
 from recleak.attacks.base import Knowledge, WhoBelongs
-from recleak.attacks.community import PeerCommunity, ServerCommunity
+from recleak.attacks.community import PeerCommunity, Scoring, ServerCommunity
 from recleak.attacks.community_items import CommunityThroughItems, PeerCommunityThroughItems
 from recleak.attacks.community_sums import AggregatorCommunity
 from recleak.attacks.community_targets import colluding
@@ -62,14 +62,16 @@ from recleak.defenses.base import Chain, Defense, parts_of
 from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError, unknown_name
-from recleak.grading import communities, grade_communities, target_transitions
+from recleak.grading import as_victims, communities, grade_communities, target_transitions
+from recleak.metrics.intervals import both_ways
 from recleak.metrics.next_item import rank_next
 from recleak.metrics.ranking import rank
 from recleak.models.components import Normal
 from recleak.models.mf import GMF
 from recleak.models.prme import PRMEG
-from recleak.papers import cda_sensitive
+from recleak.papers import cda_nulls, cda_sensitive
 from recleak.papers.reproduce import Measured
+from recleak.papers.store import USERS
 from recleak.protocols.federated import BLOCK, Federated, FederatedModel, train_federated
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
 from recleak.protocols.nodes import Precision
@@ -88,6 +90,7 @@ SOME, SOME_COLLUDING = 100, 20  # adversaries of the chain at nodes
 COLLUDING = 0.1  # of all users side with each adversary that takes the mean of their vectors, unless asked otherwise
 DELTA, CLIP = 1e-6, 2.0  # of Figures 6 and 7
 Scalar = str | int | float | bool
+_OF_USERS = " of users"  # after the name of a grade: see `graded`
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,18 +296,18 @@ def measure(
                 continue  # no row of a sum is a single user's
             taps[key] = cda_sensitive.tap(made, ask, marks) if "targets" in ask else _tap(made, ask)
     start = perf_counter()
-    trained = _train(made, list(taps.values()), threads)
+    needed = taps or any(ask.get("measure") == "utility" for ask in asks)  # nulls need no training
+    trained = _train(made, list(taps.values()), threads) if needed else None
     seconds = perf_counter() - start
     for ask in asks:
-        if ask.get("measure") == "utility":
+        if ask.get("measure") == "utility" and trained is not None:
             yield Measured({**_utility(made, trained), **_spent(made, trained)}, seconds=seconds)
         elif "targets" in ask:
             key = _key(ask)
             unknown = cda_sensitive.unknown(made, marks)
             yield unknown if key is None else cda_sensitive.measured(taps[key], marks, seconds)
-        elif ask.get("attack") == "random":
-            found = _random(truth, made)
-            yield Measured({name: value * float(ask.get("times", 1)) for name, value in found.items()}, seconds=0.0)
+        elif ask.get("attack") in _NULLS:
+            yield Measured(_NULLS[str(ask["attack"])](truth, made, ask))
         elif ask.get("attack") == "sums" and made.keeps_vectors:
             yield _nothing(made, truth)
         else:
@@ -364,8 +367,9 @@ class _Sought:
         targets, other = _halves(made) if ask.get("halves") else (made.targets, made.targets)
         public = {"targets": targets} | ({"excluded": made.targets} if ask.get("disjoint") else {})
         aside = None
-        if ask.get("vector") == "mean" and not isinstance(made.protocol, Gossip):
-            aside = made.groups(float(ask.get("colluders", COLLUDING)))
+        if ask.get("vector") == "mean":
+            usual = 0.0 if isinstance(made.protocol, Gossip) else COLLUDING
+            aside = made.groups(float(ask.get("colluders", usual)))
             public["groups"] = aside
         return cls(targets, communities(other, made.train, made.size, everybody, aside), public, aside)
 
@@ -384,7 +388,7 @@ def _tap(made: Setting, ask: Mapping[str, Scalar]) -> Watching[Any, WhoBelongs]:
     question, public = WhoBelongs(everybody, everybody), sought.public
 
     def grade(answer: Tensor) -> dict[str, Tensor]:
-        return grade_communities(answer, sought.truth, made.size, everybody, sought.aside)
+        return graded(answer, sought.truth, made.size, everybody, sought.aside)
 
     if ask["attack"] == "chain" and isinstance(made.protocol, Gossip):
         return _chain_of_peers(made, ask, sought)
@@ -406,7 +410,7 @@ def _tap(made: Setting, ask: Mapping[str, Scalar]) -> Watching[Any, WhoBelongs]:
         return Watching(Server(), attack, made.knowledge(**public), question, grade)
     groups = made.groups(float(ask.get("colluders", 0.0)))
     peer = PeerCommunity(scoring=scoring, vector=vector, keep=keep, seed=made.seed)
-    return Watching(Peers(groups), peer, made.knowledge(**public, groups=groups), question, grade)
+    return Watching(Peers(groups), peer, made.knowledge(**{**public, "groups": groups}), question, grade)
 
 
 def _chain_of_peers(made: Setting, ask: Mapping[str, Scalar], sought: _Sought) -> Watching[Any, WhoBelongs]:
@@ -417,37 +421,56 @@ def _chain_of_peers(made: Setting, ask: Mapping[str, Scalar], sought: _Sought) -
     groups = made.groups(share)[who]
 
     def grade(answer: Tensor) -> dict[str, Tensor]:
-        return grade_communities(answer, sought.truth[who], made.size, who)
+        return graded(answer, sought.truth[who], made.size, who)
 
     known = made.knowledge(**{**sought.public, "groups": groups, "targets": sought.targets[who]})
     question = WhoBelongs(torch.arange(len(who)), torch.arange(users))
     return Watching(Peers(groups), PeerCommunityThroughItems(), known, question, grade)
 
 
+def graded(answer: Tensor, truth: Tensor, size: int, who: Tensor, aside: Tensor | None = None) -> dict[str, Tensor]:
+    """The grades of adversaries, the users `who` (i64[A]); and `accuracy of users` and `bound of users`, f64[U].
+
+    The mean of these is that of the adversaries, and their spread is that of users as adversaries and as victims
+    (`both_ways`), whoever plays the adversary: some users do, or all.
+    """
+    found = grade_communities(answer, truth, size, who, aside)
+    for name, hit in (("accuracy", "exposed"), ("bound", "heard")):
+        row = np.full(truth.shape[1], np.nan)
+        row[who.numpy()] = found[name].double().numpy()
+        found[name + _OF_USERS] = torch.from_numpy(both_ways(row, as_victims(found[name], found[hit], truth)))
+    return found
+
+
 def _nothing(made: Setting, truth: Tensor) -> Measured:
     """What an answer that is the same for everybody gets: of sums in which no row is a single user's."""
     users = made.train.n_users
-    accuracy = grade_communities(torch.zeros(users, users), truth, made.size, torch.arange(users))["accuracy"]
-    return Measured({"max-aac": accuracy.double().numpy()})
+    found = graded(torch.zeros(users, users), truth, made.size, torch.arange(users))
+    return Measured({**_users(made), "max-aac": found["accuracy" + _OF_USERS].numpy()})
 
 
 def _measured(tap: Watching[Any, WhoBelongs], seconds: float) -> Measured:
-    """Averages over adversaries at rounds (counted from 1), and what is behind them."""
+    """Averages over adversaries at rounds (counted from 1) as values of users, and what is behind them.
+
+    Quantiles are of adversaries.
+    """
     rounds = tap.rounds.numpy()
-    accuracy, bound, exposed = (tap.curve(name).double().numpy() for name in ("accuracy", "bound", "exposed"))
+    accuracy, exposed = (tap.curve(name).double().numpy() for name in ("accuracy", "exposed"))
+    values, bound = (tap.curve(name + _OF_USERS).numpy() for name in ("accuracy", "bound"))
     best, chosen = int(accuracy.mean(1).argmax()), int(tap.curve("separation").argmax())
     metrics: dict[str, NDArray[np.float64]] = {
-        "max-aac": accuracy[best],
+        USERS: np.arange(values.shape[1], dtype=np.float64),
+        "max-aac": values[best],
         "max-round": np.array([float(rounds[best] + 1)]),
-        "chosen-aac": accuracy[chosen],
+        "chosen-aac": values[chosen],
         "chosen-round": np.array([float(rounds[chosen] + 1)]),
         "bound": bound[-1],
-        "last-aac": accuracy[-1],
+        "last-aac": values[-1],
         "exposed": exposed[best][~np.isnan(exposed[best])],
     }
     for at in (10, 200):
         if (place := np.flatnonzero(rounds == at - 1)).size:
-            metrics[f"aac@{at}"] = accuracy[place[0]]
+            metrics[f"aac@{at}"] = values[place[0]]
     for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99)):
         metrics[name] = np.array([np.quantile(accuracy[best], share)])
         metrics[f"exposed-{name}"] = np.array([np.quantile(metrics["exposed"], share)])
@@ -461,12 +484,47 @@ def _measured(tap: Watching[Any, WhoBelongs], seconds: float) -> Measured:
     return Measured(metrics, series, seconds)
 
 
-def _random(truth: Tensor, made: Setting) -> dict[str, NDArray[np.float64]]:
-    """A random draw of as many others; on average it is size / (users - 1)."""
+def _users(made: Setting) -> dict[str, NDArray[np.float64]]:
+    """All of them, each with a value: differences of two cells are then of the same users."""
+    return {USERS: np.arange(made.train.n_users, dtype=np.float64)}
+
+
+def _random(truth: Tensor, made: Setting, ask: Mapping[str, Scalar]) -> dict[str, NDArray[np.float64]]:
+    """A draw of as many others, on average size / (users - 1); or, with `rounds`, the best of so many rankings.
+
+    Each adversary draws for itself, so that whom it hits is chance by pair: values are of adversaries alone.
+    """
     users = made.train.n_users
-    lot = torch.from_numpy(random.uniform(made.seed, "random community", np.arange(users)[:, None], np.arange(users)))
-    graded = grade_communities(lot.float(), truth, made.size, torch.arange(users))
-    return {"accuracy": graded["accuracy"].double().numpy(), "expected": np.array([made.size / (users - 1)])}
+    if "rounds" in ask:
+        best = cda_nulls.best_of_rankings(truth, made.size, int(ask["rounds"]), seed=made.seed)
+        return {"accuracy": best, "p95": np.array([np.quantile(best, 0.95)])}
+    found = grade_communities(cda_nulls.draws(users, made.seed), truth, made.size, torch.arange(users))
+    times = float(ask.get("times", 1))
+    accuracy, expected = found["accuracy"].double().numpy(), np.array([made.size / (users - 1)])
+    return {**_users(made), "accuracy": accuracy * times, "expected": expected * times}
+
+
+def _activity(truth: Tensor, made: Setting, ask: Mapping[str, Scalar]) -> dict[str, NDArray[np.float64]]:
+    """Who has more items comes first, whoever looks."""
+    users = made.train.n_users
+    answer = torch.from_numpy(made.train.activity.astype(np.float32)).expand(users, users)
+    found = graded(answer, truth, made.size, torch.arange(users))
+    return {**_users(made), "accuracy": found["accuracy" + _OF_USERS].numpy()}
+
+
+def _noise(truth: Tensor, made: Setting, ask: Mapping[str, Scalar]) -> dict[str, NDArray[np.float64]]:
+    """Models that give every item a random number, in the best of `rounds`, read as an ask of CDA has it."""
+    sought, scoring = _Sought.of(made, ask), cast(Scoring, ask.get("scoring", "confidence"))
+    known = made.knowledge(**sought.public)
+    best: NDArray[np.float64] | None = None
+    for answer in cda_nulls.scores_of_noise(known, scoring, int(ask.get("rounds", 1)), seed=made.seed):
+        found = graded(answer, sought.truth, made.size, torch.arange(made.train.n_users))["accuracy" + _OF_USERS]
+        if best is None or found.mean() > best.mean():
+            best = found.numpy()
+    return {**_users(made), "accuracy": np.empty(0) if best is None else best}
+
+
+_NULLS = {"random": _random, "activity": _activity, "noise": _noise}
 
 
 def _utility(made: Setting, trained: FederatedModel | GossipModel) -> dict[str, NDArray[np.float64]]:
