@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 import textwrap
-import zlib
 from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from math import ceil, floor, isfinite, log10
@@ -18,9 +16,9 @@ import vl_convert
 from recleak.papers.base import Cell, Chart, Scalar, Table, Tradeoff, Way
 from recleak.papers.render import Report, heading
 from recleak.papers.store import Ours, Question, Results
+from recleak.png import packed, width
 
 _WIDTH, _SCALE = 900, 1.5  # of a picture in pixels; pixels of a point of type
-_PNG = b"\x89PNG\r\n\x1a\n"
 _INNER = 520  # points for all panels of a row
 _ACROSS = 3  # panels
 _TALL = 210
@@ -69,23 +67,7 @@ def _png(picture: _Panel | alt.VConcatChart) -> bytes:
         .to_dict()
     )
     made = vl_convert.vegalite_to_png(specification, scale=_SCALE)
-    (width,) = struct.unpack(">I", made[16:20])
-    return _packed(vl_convert.vegalite_to_png(specification, scale=_SCALE * _WIDTH / width))
-
-
-def _packed(png: bytes) -> bytes:
-    """The same picture in a third of the bytes: the renderer compresses in haste."""
-    chunks, place = [], len(_PNG)
-    while place < len(png):
-        (length,) = struct.unpack(">I", png[place : place + 4])
-        chunks.append((png[place + 4 : place + 8], png[place + 8 : place + 8 + length]))
-        place += length + 12
-    pixels = zlib.decompress(b"".join(body for kind, body in chunks if kind == b"IDAT"))
-    kept = [(kind, body) for kind, body in chunks if kind not in (b"IDAT", b"IEND")]
-    packed = [*kept, (b"IDAT", zlib.compress(pixels, 9)), (b"IEND", b"")]
-    return _PNG + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in packed
-    )
+    return packed(vl_convert.vegalite_to_png(specification, scale=_SCALE * _WIDTH / width(made)))
 
 
 def _title(results: Results, words: str, cells: Iterable[Ours], intervals: bool) -> alt.TitleParams:

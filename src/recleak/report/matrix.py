@@ -13,8 +13,9 @@ import vl_convert
 from recleak.errors import ConfigError
 from recleak.files import replace_bytes, replace_text
 from recleak.findings import SYSTEM, Findings
+from recleak.png import packed
 
-_SCALE = 1.25  # pixels of the picture per point
+_SCALE = 1.0  # pixels of the picture per point
 _ROLES = ("attack", "null", "reference")
 _TRUTH = ", and who reads the true interactions"
 _Row = dict[str, Any]
@@ -84,7 +85,7 @@ def write_picture(findings: Findings, path: Path) -> Path:
         title = f"{data}, {model}, {protocol}: {question}"
         charts.append((heat + text).properties(title=title, width=52 * len(names), height=30 * len(verdicts)))
     png = vl_convert.vegalite_to_png(alt.vconcat(*charts).to_dict(), scale=_SCALE)
-    replace_bytes(path, png)
+    replace_bytes(path, packed(png))
     return path
 
 
