@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from recleak import machine
+from recleak.attacks.community_targets import colluding
 from recleak.data import store
 from recleak.data.synthetic import Synthetic
 from recleak.defenses.base import Chain, parts_of
@@ -23,6 +25,7 @@ from recleak.grading import communities, grade_communities
 from recleak.papers import cda, cda_nulls, cda_sensitive
 from recleak.papers.base import load
 from recleak.papers.cda import CLIP, DELTA, measure, setting
+from recleak.papers.communities import draws, graded
 from recleak.papers.reproduce import Measured, Run, Wanted, measure_all, needed_bytes
 from recleak.papers.store import Question, Store
 from recleak.protocols.federated import Federated
@@ -226,22 +229,48 @@ def test_a_model_of_what_comes_next_is_not_asked_about_kinds_of_items(small: str
 # --- nulls and intervals ----------------------------------------------------------------------------------------------
 
 
-def test_the_best_of_many_rankings_is_that_of_a_plain_loop() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_the_best_of_many_rankings_is_that_of_a_plain_loop(share: float) -> None:
+    """Also where some are aside: of them each adversary claims nobody, and the next ones instead."""
     users, size, rounds = 40, 6, 20
-    truth = torch.from_numpy(np.random.default_rng(1).random((users, users)).argsort(1) < size)
-    truth.fill_diagonal_(False)
-    quick = cda_nulls.best_of_rankings(truth, size, rounds, seed=3, repeats=200)
+    aside = colluding(users, share, 5)
+    lot = np.where(aside.numpy(), 2.0, np.random.default_rng(1).random((users, users)))
+    truth = torch.from_numpy(lot.argsort(1).argsort(1) < size)
+    quick = cda_nulls.best_of_rankings(truth, size, rounds, seed=3, aside=aside if share else None, repeats=200)
     slow = []
     for repeat in range(200):
         torch.manual_seed(repeat)
         score = torch.rand(rounds, users)
-        found = [grade_communities(one.repeat(users, 1), truth, size, torch.arange(users)) for one in score]
+        found = [grade_communities(one.repeat(users, 1), truth, size, torch.arange(users), aside) for one in score]
         slow.append(max(float(each["accuracy"].mean()) for each in found))
     assert quick.shape == (200,)
     assert quick.mean() == pytest.approx(np.mean(slow), abs=0.005)
     assert quick.std() == pytest.approx(np.std(slow), rel=0.3)
-    once = cda_nulls.best_of_rankings(truth, size, 1, seed=3, repeats=2000)
-    assert once.mean() == pytest.approx(float(truth.sum()) / users / (users - 1), abs=0.003)
+    once = cda_nulls.best_of_rankings(truth, size, 1, seed=3, aside=aside, repeats=2000)
+    assert once.mean() == pytest.approx(size / (users - 1 - round(share * users)), abs=0.004)
+
+
+def test_who_sides_with_an_adversary_is_not_looked_for_by_its_nulls(
+    small: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cda, "SIZE", 10)
+    asks: list[dict[str, Any]] = [{"attack": "random"}, {"attack": "random", "rounds": 50}, {"attack": "activity"}]
+    apart = [{**ask, "vector": "mean", "colluders": 0.5} for ask in asks]
+    made = setting(a_run(small), "as-written", 0)
+    sought = cda._Sought.of(made, apart[0])
+    draw, best, activity = (each.metrics for each in answers(a_run(small), *apart))
+    everybody = made.groups(0.5)
+    others = 60 - everybody.sum(1).double()
+    assert others.max() < 31
+    assert draw["expected"] == pytest.approx(float((10 / others).mean()))
+    assert draw["accuracy"].mean() == pytest.approx(draw["expected"][0], abs=0.05)
+    plain, ranked, busy = (each.metrics for each in answers(a_run(small), *asks))
+    assert best["accuracy"].mean() > ranked["accuracy"].mean() + 0.1
+    count = torch.from_numpy(made.train.activity.astype(np.float32)).repeat(60, 1)
+    graded = grade_communities(count, sought.truth, 10, torch.arange(60), everybody)
+    assert activity["accuracy"].mean() == pytest.approx(float(graded["accuracy"].double().mean()))
+    assert not np.array_equal(activity["accuracy"], busy["accuracy"])
+    assert plain["expected"] == pytest.approx(10 / 59)
 
 
 def test_nulls_need_no_training(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +305,7 @@ def test_a_ranking_that_all_share_is_no_finding(small: str, monkeypatch: pytest.
     wide = narrow = 0
     rng = np.random.default_rng(0)
     for _ in range(200):
-        found = cda.graded(torch.from_numpy(rng.random(60)).float().repeat(60, 1), truth, 10, users)
+        found = graded(torch.from_numpy(rng.random(60)).float().repeat(60, 1), truth, 10, users)
         both, alone = found["accuracy of users"].numpy(), found["accuracy"].double().numpy()
         assert both.mean() == pytest.approx(alone.mean())
         wide += abs(both.mean() - 10 / 59) > 1.96 * both.std() / 60**0.5
@@ -284,28 +313,64 @@ def test_a_ranking_that_all_share_is_no_finding(small: str, monkeypatch: pytest.
     assert wide <= 0.12 * 200 < narrow
 
 
+def heard(curves: dict[str, list[list[float]]], users: int) -> Any:
+    """A tap that was told these grades, round by round: of adversaries or of users."""
+    told = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in curves.items()}
+    told |= {f"{name} of users": rows.mean(1, keepdim=True).repeat(1, users) for name, rows in told.items()}
+    told |= {"exposed": torch.full((len(told["accuracy"]), users), 0.5), "separation": torch.tensor([1.0, 3.0, 2.0])}
+    return SimpleNamespace(rounds=torch.tensor([0, 9, 19]), curve=told.__getitem__)
+
+
+def test_values_are_of_users_and_quantiles_of_adversaries() -> None:
+    """Four adversaries among ten users: a quantile is one of the four, in the best round; means are over ten values."""
+    accuracy = [[0.0, 0.1, 0.0, 0.1], [0.2, 0.2, 0.2, 0.2], [0.0, 0.1, 0.2, 0.9]]
+    got = cda._measured(heard({"accuracy": accuracy, "bound": [[0.5] * 4, [0.75] * 4, [1.0] * 4]}, 10), 0.0)
+    found = got.metrics
+    assert found["user"].tolist() == list(range(10))
+    assert all(found[name].shape == (10,) for name in ("max-aac", "last-aac", "chosen-aac", "bound", "aac@10"))
+    assert found["max-aac"].mean() == pytest.approx(0.3)
+    assert (found["max-round"][0], found["chosen-round"][0]) == (20, 10)
+    assert found["chosen-aac"].mean() == found["aac@10"].mean() == pytest.approx(0.2)
+    assert found["bound"].mean() == 1
+    assert [found[name][0] for name in ("median", "p90", "p99")] == pytest.approx(
+        np.quantile([0.0, 0.1, 0.2, 0.9], [0.5, 0.9, 0.99])
+    )
+    assert [value for _, value in got.series["aac"]] == pytest.approx([0.05, 0.2, 0.3])
+
+
 @pytest.mark.parametrize("protocol", ["fl", "rand"])
-def test_values_are_of_users_and_quantiles_of_adversaries(
+def test_whoever_plays_the_adversary_values_are_of_all_users(
     small: str, protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cda, "SIZE", 10)
     monkeypatch.setattr(cda, "SOME", 20)
-    plain, chain = answers(a_run(small, protocol=protocol), {"attack": "cda"}, {"attack": "chain"})
-    for each in (plain, chain):
+    for each in answers(a_run(small, protocol=protocol), {"attack": "cda"}, {"attack": "chain"}):
         found = each.metrics
         assert found["last-aac"].mean() == pytest.approx(each.series["aac"][-1][1])
         assert found["user"].tolist() == list(range(60))
         assert all(found[name].shape == (60,) for name in ("max-aac", "last-aac", "chosen-aac", "bound"))
-        assert 0 <= found["median"][0] <= found["p99"][0] <= 1
 
 
-def test_nobody_looks_for_who_tells_its_vector_in_a_gossip_either(small: str) -> None:
+def test_a_draw_of_some_adversaries_is_part_of_that_of_all() -> None:
+    some = torch.tensor([3, 0, 7])
+    assert torch.equal(draws(9, 4, some), draws(9, 4)[some])
+    assert not torch.equal(draws(9, 4), draws(9, 5))
+
+
+def test_nobody_looks_for_who_tells_its_vector_in_a_gossip_either(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what is found, as in what is looked for: an adversary that names its colluders first finds others after it."""
+    monkeypatch.setattr(cda, "SIZE", 10)
     made = setting(a_run(small, protocol="rand", sharing="less"), "as-written", 0)
     ask: dict[str, Any] = {"attack": "cda", "vector": "mean", "colluders": 0.2}
     sought = cda._Sought.of(made, ask)
     assert sought.aside is not None
     assert torch.equal(sought.aside, made.groups(0.2))
+    assert sought.truth.sum(1).tolist() == [10] * 60
     assert not bool((sought.truth & sought.aside).any())
-    assert torch.equal(cda._tap(made, ask).knowledge.public["groups"], sought.aside)
+    tap = cda._tap(made, ask)
+    assert torch.equal(tap.knowledge.public["groups"], sought.aside)
+    assert tap._grade is not None
+    told = tap._grade(sought.truth.float() + 2 * sought.aside.float())
+    assert told["accuracy"].tolist() == told["bound"].tolist() == [1.0] * 60
     (got,) = answers(a_run(small, protocol="rand", sharing="less"), ask)
-    assert 0 <= got.metrics["max-aac"].mean() <= 1
+    assert 0 < got.metrics["max-aac"].mean() <= got.metrics["bound"].mean() <= 1

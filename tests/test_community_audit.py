@@ -16,9 +16,11 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from recleak import machine
+from recleak import machine, objects
 from recleak.attacks.base import WhoBelongs
 from recleak.attacks.community import PeerCommunity, ServerCommunity
+from recleak.attacks.community_targets import colluding
+from recleak.audited import Attacked, Contest
 from recleak.cells import Ask
 from recleak.conditions import METRICS, Condition
 from recleak.data import store
@@ -35,7 +37,7 @@ from recleak.models.mf import GMF
 from recleak.protocols.federated import Federated, train_federated
 from recleak.protocols.gossip import Gossip, train_gossip
 from recleak.report.matrix import markdown
-from recleak.runs import audit_run
+from recleak.runs import _asks, audit_run
 from recleak.storing import REVERSED, graded_both_ways, set_aside, store_community, truth_of_communities
 from recleak.watching import spread
 from recleak.wiretap import Wiretap
@@ -130,7 +132,8 @@ def test_communities_are_found_beside_the_null(whole: tuple[Findings, Path]) -> 
     assert leak["verdict"] == "leaks"
     assert leak["null"] in ("random users", "activity")
     nulls = findings.scores.filter((pl.col("role") == "null") & pl.col("value").is_not_null())
-    assert {"random users", "activity"} <= set(nulls.filter(pl.col("protocol") == "federated")["attack"])
+    found = set(nulls.filter(pl.col("protocol") == "federated")["attack"])
+    assert {"random users", "activity", "random users, 20 % aside", "activity, 20 % aside"} <= found
     assert leak["value"] > leak["null_high"]
     assert "tells who is in a user's community from who is not with AUC" in leak["words"]
     rows = findings.scores.filter((pl.col("protocol") == "federated") & (pl.col("defense") == "share"))
@@ -309,6 +312,62 @@ def test_who_tells_its_vector_for_a_mean_is_not_looked_for(data: str, tmp_path: 
     assert frame["auc"][a] == pytest.approx(expected)
     assert set_aside(replace(attack, vector="told"), tap.knowledge) is None
     assert ask.key != replace(ask, settings={"use": "community", "vector": "told"}).key
+
+
+def test_nulls_of_who_takes_the_mean_of_colluders_do_not_look_for_them_either(data: str) -> None:
+    asks = {ask.name: ask for ask in _asks(experiment(table(data)))}
+    nulls = {name: ask for name, ask in asks.items() if ask.kind == "null"}
+    both = ("random users", "activity")
+    assert set(nulls) == {
+        *both,
+        *(f"{name}, 20 % aside" for name in both),
+        *("random users of sums", "random peers"),
+    }
+    split = leave_one_out(open_data(data), by="random", seed=0)
+    made = Made(split, split.train, GMF(4), Federated(rounds=2), ShareLess(), None, 0)
+    some = {name: ask for name, ask in asks.items() if ask.settings["use"] == "community" and name != "CDA"}
+    taps = {name: Wiretap(objects.build("attack", ask.settings), made, ask) for name, ask in some.items()}
+    aside = {name: set_aside(tap.attack, tap.knowledge) for name, tap in taps.items()}
+    mean = aside["CDA, mean"]
+    assert mean is not None
+    for name in both:
+        assert aside[name] is None
+        assert torch.equal(aside[f"{name}, 20 % aside"], mean)  # type: ignore[arg-type]
+    truth = truth_of_communities(made, asks["CDA, mean"], mean)
+    lot = torch.rand(80, 80, generator=torch.Generator().manual_seed(0))
+    found = [float(grade_communities(lot, truth, 10, torch.arange(80), off)["accuracy"].mean()) for off in (mean, None)]
+    assert found[0] == pytest.approx(10 / 63, abs=0.03)
+    assert found[1] < found[0], "a draw of all users is not worth as much"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_in_the_self_test_a_community_is_as_large_as_it_was(data: str, apart: bool) -> None:
+    split = leave_one_out(open_data(data), by="random", seed=0)
+    made = Made(split, split.train, GMF(4), Federated(rounds=2), ShareLess(), None, 0)
+    ask, aside = Ask("CDA", {"use": "community"}, community=10), colluding(80, 0.4, 0) if apart else None
+    truth = truth_of_communities(made, ask, aside)
+    other = truth_of_communities(made, replace(ask, shuffle=True), aside)
+    assert truth.sum(1).tolist() == other.sum(1).tolist() == [10] * 80
+    assert not bool(other.diagonal().any())
+    assert aside is None or not bool((other & aside).any())
+    others = 79 if aside is None else 80 - int(aside.sum(1).min())
+    assert float((truth & other).sum()) / 800 == pytest.approx(10 / others, abs=0.04)
+
+
+def attacked(name: str, auc: float, **settings: Any) -> Attacked:
+    """An attack on communities at a server that tells with this AUC, on every user."""
+    users = pl.DataFrame({"user": range(8), "valid": [True, False] * 4, "auc": [auc] * 8})
+    ask = Ask(name, {"use": "community", **settings}, community=10)
+    return Attacked(ask, [0], [{"vantage": "Server"}], [users], [])
+
+
+def test_an_attack_stands_beside_the_strongest_null_that_is_graded_on_the_same_users() -> None:
+    mean: dict[str, Any] = {"vector": "mean", "colluders": 0.2}
+    nulls = [attacked("random", 0.5), attacked("activity", 0.6), attacked("random, aside", 0.7, **mean)]
+    for chosen, null in ((attacked("CDA", 0.8), "activity"), (attacked("CDA, mean", 0.8, **mean), "random, aside")):
+        contest = Contest("community", [chosen], nulls)
+        assert contest.null is not None
+        assert contest.null.ask.name == null
 
 
 def test_rounds_of_a_curve() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from recleak.defenses.base import Chain, all_components
 from recleak.defenses.consent import UserConsent
 from recleak.defenses.decoupling import Decoupling
 from recleak.errors import ConfigError, NotFoundError
-from recleak.grading import pairs_seen
+from recleak.grading import communities, grade_communities, pairs_seen
 from recleak.models.decoupled import Decoupled
 from recleak.models.lightgcn import LightGCN
 from recleak.models.pfedrec import PFedRec
@@ -414,6 +416,26 @@ def test_cda_finds_communities(method: str, monkeypatch: pytest.MonkeyPatch) -> 
     plain, standardized, null = (each["accuracy"] for each in measured(method, asks))
     assert plain != standardized
     assert standardized > 1.5 * null
+
+
+def test_communities_are_graded_over_adversaries_and_victims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ranking that all adversaries share is one draw, not a draw for each: its spread is that of victims."""
+    monkeypatch.setattr(pard, "LEADERS", 20)
+    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    users, ask = made.train.n_users, {"attack": "cda"}
+    leader = made.leaders(ask)
+    assert len(leader) == 20
+    shared = torch.rand(users, generator=torch.Generator().manual_seed(0)).expand(20, users)
+    tap: Any = SimpleNamespace(answer=lambda question: shared)
+    found = pard_attacks.graded(made, ask, tap, {})
+    truth = communities(made.targets[leader], made.train, 50, leader)
+    alone = grade_communities(shared, truth, 50, leader)["accuracy"].double().numpy()
+    assert found["user"].tolist() == list(range(users))
+    assert found["accuracy"].shape == (users,)
+    assert found["accuracy"].mean() == pytest.approx(alone.mean())
+    assert found["accuracy"].std() / users**0.5 > 1.5 * alone.std() / 20**0.5
+    draw = pard_attacks.graded(made, {"attack": "random-community"}, None, {})
+    assert draw["user"].tolist() == list(range(users))
 
 
 @pytest.mark.parametrize("method", ["pfedrec", "pard"])

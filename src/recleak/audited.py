@@ -131,7 +131,7 @@ class Contest:
 
     @cached_property
     def null(self) -> Attacked | None:
-        """The strongest null on validation users, where the chosen attack stands.
+        """The strongest null on validation users, where the chosen attack stands, of those graded on the same users.
 
         Of an attribute the first one, which says the same of all users: a drawn guess is as good on average, and where
         it is better, that is luck.
@@ -141,8 +141,8 @@ class Contest:
         nulls = [each for each in self.nulls if each.vantage == self.chosen.vantage]
         if not self.chosen.reads_history:  # who does not read it is not compared with who does
             nulls = [each for each in nulls if each.ask.settings["use"] != HISTORY]
-        marks = any(each.ask.mark is not None for each in nulls)
-        return _chosen(nulls if self.question == MEMBERSHIP or marks else nulls[:1])
+        nulls = [each for each in nulls if each.ask.aside == self.chosen.ask.aside]
+        return _chosen(nulls[:1] if self.chosen.ask.attribute else nulls)
 
     @cached_property
     def excess(self) -> BySeed:

@@ -96,6 +96,14 @@ class Ask:
         return self.attribute or (COMMUNITY if self.community else MEMBERSHIP)
 
     @property
+    def aside(self) -> float:
+        """The share of all users who side with each adversary and are not looked for: with the mean of whose vectors an
+        attack on communities scores.
+        """
+        attack = objects.build("attack", self.settings) if self.community else None
+        return float(getattr(attack, "colluders", 0.0)) if getattr(attack, "vector", "sent") == "mean" else 0.0
+
+    @property
     def key(self) -> str:
         """The name of its files."""
         settings = {name: value for name, value in self.settings.items() if name != "name"}
@@ -106,6 +114,14 @@ class Ask:
             aside = ["aside"] if settings.get("vector") == "mean" else []  # before, those who side with it were graded
             return digest([*parts, COMMUNITY, self.community, _GRADED, *aside])
         return digest([*parts, self.attribute, self.known] if self.attribute else parts)
+
+
+def community_nulls(vantage: type[Vantage[Any]], aside: float = 0.0) -> list[tuple[str, Mapping[str, Any]]]:
+    """The nulls of attacks on communities, with their names; where a share of all users is `aside`, of the others."""
+    if not aside:
+        return [*COMMUNITY_NULLS[vantage]]
+    apart = {"vector": "mean", "colluders": aside}  # so they are graded as the attack is; they read no vector
+    return [(f"{name}, {100 * aside:g} % aside", {**guess, **apart}) for name, guess in COMMUNITY_NULLS[vantage]]
 
 
 @dataclass(frozen=True)

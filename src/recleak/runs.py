@@ -26,7 +26,6 @@ from recleak.attacks.base import WhichAttribute, WhoBelongs
 from recleak.audited import Audited, stored
 from recleak.cells import (
     ATTRIBUTE_NULLS,
-    COMMUNITY_NULLS,
     GIVEN,
     HISTORY,
     MEMBERSHIP,
@@ -36,6 +35,7 @@ from recleak.cells import (
     Ask,
     Baselines,
     Cell,
+    community_nulls,
     is_published,
     loaded,
     split_of,
@@ -244,11 +244,11 @@ def _asks(experiment: Experiment) -> tuple[Ask, ...]:
         names = [*([HISTORY] if reads and vantage is Audience else []), *ATTRIBUTE_NULLS.get(vantage, ())]
         nulls += [Ask(name, {"use": name}, "null", **about) for name in names]
         nulls += [Ask(*REFERENCE, "reference", **about)] if vantage is Server else []
-    for vantage in dict.fromkeys(_vantage(ask) for ask in attacks if ask.community):
+    for vantage, aside in dict.fromkeys((_vantage(ask), ask.aside) for ask in attacks if ask.community):
         about = {**common, "community": experiment.communities}
-        nulls += [Ask(*guess, "null", **about) for guess in COMMUNITY_NULLS[vantage]]
+        nulls += [Ask(*guess, "null", **about) for guess in community_nulls(vantage, aside)]
     for mark, vantage in dict.fromkeys((ask.mark, _vantage(ask)) for ask in attacks if ask.mark is not None):
-        nulls += [Ask(*guess, "null", **common, mark=mark) for guess in COMMUNITY_NULLS[vantage]]
+        nulls += [Ask(*guess, "null", **common, mark=mark) for guess in community_nulls(vantage)]
     parts = [
         replace(ask, kind="component", role=role)
         for ask in attacks

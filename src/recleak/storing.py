@@ -151,11 +151,11 @@ def truth_of_communities(made: Made, ask: Ask, aside: Tensor | None = None) -> T
     users = torch.arange(made.train.n_users)
     truth = communities(made.targets, made.split.train, ask.community, users, aside)
     if ask.shuffle:
-        lot = random.bits(made.seed, "shuffled communities", users.numpy()[:, None], users.numpy())
-        truth = truth.gather(1, torch.from_numpy(lot.argsort(1)))
-        truth.fill_diagonal_(False)
+        lot = torch.from_numpy(random.uniform(made.seed, "shuffled communities", users.numpy()[:, None], users.numpy()))
+        lot.fill_diagonal_(2)
         if aside is not None:
-            truth &= ~aside
+            lot[aside] = 2  # after all others: a community stays as large as it was
+        truth = lot.argsort(1).argsort(1) < truth.sum(1, keepdim=True)
     return truth
 
 

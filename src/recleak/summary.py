@@ -222,7 +222,7 @@ def _verdict(audited: Audited, contest: Contest) -> dict[str, Any]:
         found |= {"excess_low": excess.low, "excess_high": excess.high}
         found["verdict"] = "leaks" if excess.low > 0 else "not found" if excess.high <= _SMALL else "cannot tell"
         add = _ADD[found["verdict"]].format(what=_SEEN.get(attack.vantage, "uploads"))
-        words += f"; somebody {_NULLS.get(null.ask.name, null.ask.name)}, with {_range(beside)}. {add}"
+        words += f"; somebody {_NULLS.get(null.ask.name.split(', ')[0], null.ask.name)}, with {_range(beside)}. {add}"
     return {**found, "words": words}
 
 
@@ -261,7 +261,7 @@ def _comparisons(audited: Audited, reference: Audited) -> Rows:
         mine, theirs = one.chosen, other.chosen
         if mine is None or theirs is None:
             continue
-        if mine.vantage == theirs.vantage:
+        if mine.vantage == theirs.vantage and mine.ask.aside == theirs.ask.aside:
             pairs.append((one.question, mine.ask.name, "auc", mine.auc, theirs.auc))
         else:  # asked about other pairs: what is easy there is no leak, so each is taken beyond its own null
             pairs.append((one.question, mine.ask.name, "excess", one.excess, other.excess))

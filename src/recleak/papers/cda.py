@@ -62,14 +62,14 @@ from recleak.defenses.base import Chain, Defense, parts_of
 from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
 from recleak.defenses.sharing import Share, ShareLess
 from recleak.errors import ConfigError, unknown_name
-from recleak.grading import as_victims, communities, grade_communities, target_transitions
-from recleak.metrics.intervals import both_ways
+from recleak.grading import communities, grade_communities, target_transitions
 from recleak.metrics.next_item import rank_next
 from recleak.metrics.ranking import rank
 from recleak.models.components import Normal
 from recleak.models.mf import GMF
 from recleak.models.prme import PRMEG
 from recleak.papers import cda_nulls, cda_sensitive
+from recleak.papers.communities import OF_USERS, draws, graded
 from recleak.papers.reproduce import Measured
 from recleak.papers.store import USERS
 from recleak.protocols.federated import BLOCK, Federated, FederatedModel, train_federated
@@ -90,7 +90,6 @@ SOME, SOME_COLLUDING = 100, 20  # adversaries of the chain at nodes
 COLLUDING = 0.1  # of all users side with each adversary that takes the mean of their vectors, unless asked otherwise
 DELTA, CLIP = 1e-6, 2.0  # of Figures 6 and 7
 Scalar = str | int | float | bool
-_OF_USERS = " of users"  # after the name of a grade: see `graded`
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,8 +283,6 @@ def measure(
 ) -> Iterator[Measured]:
     """One training run with all that is asked for at its wire; then the results in the order of the asks."""
     made = setting(run, variant, seed)
-    everybody = torch.arange(made.train.n_users)
-    truth = communities(made.targets, made.train, made.size, everybody)
     if any(ask.get("halves") for ask in asks) and made.model.needs_transitions:
         raise ConfigError("Got halves for PRME-G, expected GMF: its targets are transitions, not items.")
     taps: dict[str, Watching[Any, WhoBelongs]] = {}
@@ -307,9 +304,9 @@ def measure(
             unknown = cda_sensitive.unknown(made, marks)
             yield unknown if key is None else cda_sensitive.measured(taps[key], marks, seconds)
         elif ask.get("attack") in _NULLS:
-            yield Measured(_NULLS[str(ask["attack"])](truth, made, ask))
+            yield Measured(_NULLS[str(ask["attack"])](made, ask))
         elif ask.get("attack") == "sums" and made.keeps_vectors:
-            yield _nothing(made, truth)
+            yield _nothing(made, ask)
         else:
             key = _key(ask)
             yield _measured(taps[str(key)], seconds)
@@ -428,25 +425,11 @@ def _chain_of_peers(made: Setting, ask: Mapping[str, Scalar], sought: _Sought) -
     return Watching(Peers(groups), PeerCommunityThroughItems(), known, question, grade)
 
 
-def graded(answer: Tensor, truth: Tensor, size: int, who: Tensor, aside: Tensor | None = None) -> dict[str, Tensor]:
-    """The grades of adversaries, the users `who` (i64[A]); and `accuracy of users` and `bound of users`, f64[U].
-
-    The mean of these is that of the adversaries, and their spread is that of users as adversaries and as victims
-    (`both_ways`), whoever plays the adversary: some users do, or all.
-    """
-    found = grade_communities(answer, truth, size, who, aside)
-    for name, hit in (("accuracy", "exposed"), ("bound", "heard")):
-        row = np.full(truth.shape[1], np.nan)
-        row[who.numpy()] = found[name].double().numpy()
-        found[name + _OF_USERS] = torch.from_numpy(both_ways(row, as_victims(found[name], found[hit], truth)))
-    return found
-
-
-def _nothing(made: Setting, truth: Tensor) -> Measured:
+def _nothing(made: Setting, ask: Mapping[str, Scalar]) -> Measured:
     """What an answer that is the same for everybody gets: of sums in which no row is a single user's."""
-    users = made.train.n_users
-    found = graded(torch.zeros(users, users), truth, made.size, torch.arange(users))
-    return Measured({**_users(made), "max-aac": found["accuracy" + _OF_USERS].numpy()})
+    users, sought = made.train.n_users, _Sought.of(made, ask)
+    found = graded(torch.zeros(users, users), sought.truth, made.size, torch.arange(users), sought.aside)
+    return Measured({**_users(made), "max-aac": found["accuracy" + OF_USERS].numpy()})
 
 
 def _measured(tap: Watching[Any, WhoBelongs], seconds: float) -> Measured:
@@ -456,7 +439,7 @@ def _measured(tap: Watching[Any, WhoBelongs], seconds: float) -> Measured:
     """
     rounds = tap.rounds.numpy()
     accuracy, exposed = (tap.curve(name).double().numpy() for name in ("accuracy", "exposed"))
-    values, bound = (tap.curve(name + _OF_USERS).numpy() for name in ("accuracy", "bound"))
+    values, bound = (tap.curve(name + OF_USERS).numpy() for name in ("accuracy", "bound"))
     best, chosen = int(accuracy.mean(1).argmax()), int(tap.curve("separation").argmax())
     metrics: dict[str, NDArray[np.float64]] = {
         USERS: np.arange(values.shape[1], dtype=np.float64),
@@ -489,36 +472,39 @@ def _users(made: Setting) -> dict[str, NDArray[np.float64]]:
     return {USERS: np.arange(made.train.n_users, dtype=np.float64)}
 
 
-def _random(truth: Tensor, made: Setting, ask: Mapping[str, Scalar]) -> dict[str, NDArray[np.float64]]:
-    """A draw of as many others, on average size / (users - 1); or, with `rounds`, the best of so many rankings.
+def _random(made: Setting, ask: Mapping[str, Scalar]) -> dict[str, NDArray[np.float64]]:
+    """A draw of as many others, on average size / others; or, with `rounds`, the best of so many rankings.
 
     Each adversary draws for itself, so that whom it hits is chance by pair: values are of adversaries alone.
     """
-    users = made.train.n_users
+    users, sought = made.train.n_users, _Sought.of(made, ask)
     if "rounds" in ask:
-        best = cda_nulls.best_of_rankings(truth, made.size, int(ask["rounds"]), seed=made.seed)
+        given = (sought.truth, made.size, int(ask["rounds"]))
+        best = cda_nulls.best_of_rankings(*given, seed=made.seed, aside=sought.aside)
         return {"accuracy": best, "p95": np.array([np.quantile(best, 0.95)])}
-    found = grade_communities(cda_nulls.draws(users, made.seed), truth, made.size, torch.arange(users))
-    times = float(ask.get("times", 1))
-    accuracy, expected = found["accuracy"].double().numpy(), np.array([made.size / (users - 1)])
-    return {**_users(made), "accuracy": accuracy * times, "expected": expected * times}
+    everybody, others = torch.arange(users), torch.full((users,), users - 1)
+    if sought.aside is not None:
+        others = users - sought.aside.sum(1)  # an adversary sides with itself
+    found = grade_communities(draws(users, made.seed), sought.truth, made.size, everybody, sought.aside)
+    times, expected = float(ask.get("times", 1)), (made.size / others.double()).mean(0, keepdim=True).numpy()
+    return {**_users(made), "accuracy": found["accuracy"].double().numpy() * times, "expected": expected * times}
 
 
-def _activity(truth: Tensor, made: Setting, ask: Mapping[str, Scalar]) -> dict[str, NDArray[np.float64]]:
+def _activity(made: Setting, ask: Mapping[str, Scalar]) -> dict[str, NDArray[np.float64]]:
     """Who has more items comes first, whoever looks."""
-    users = made.train.n_users
+    users, sought = made.train.n_users, _Sought.of(made, ask)
     answer = torch.from_numpy(made.train.activity.astype(np.float32)).expand(users, users)
-    found = graded(answer, truth, made.size, torch.arange(users))
-    return {**_users(made), "accuracy": found["accuracy" + _OF_USERS].numpy()}
+    found = graded(answer, sought.truth, made.size, torch.arange(users), sought.aside)
+    return {**_users(made), "accuracy": found["accuracy" + OF_USERS].numpy()}
 
 
-def _noise(truth: Tensor, made: Setting, ask: Mapping[str, Scalar]) -> dict[str, NDArray[np.float64]]:
+def _noise(made: Setting, ask: Mapping[str, Scalar]) -> dict[str, NDArray[np.float64]]:
     """Models that give every item a random number, in the best of `rounds`, read as an ask of CDA has it."""
     sought, scoring = _Sought.of(made, ask), cast(Scoring, ask.get("scoring", "confidence"))
-    known = made.knowledge(**sought.public)
+    known, everybody = made.knowledge(**sought.public), torch.arange(made.train.n_users)
     best: NDArray[np.float64] | None = None
     for answer in cda_nulls.scores_of_noise(known, scoring, int(ask.get("rounds", 1)), seed=made.seed):
-        found = graded(answer, sought.truth, made.size, torch.arange(made.train.n_users))["accuracy" + _OF_USERS]
+        found = graded(answer, sought.truth, made.size, everybody, sought.aside)["accuracy" + OF_USERS]
         if best is None or found.mean() > best.mean():
             best = found.numpy()
     return {**_users(made), "accuracy": np.empty(0) if best is None else best}

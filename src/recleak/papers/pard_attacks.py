@@ -44,6 +44,8 @@ from recleak.grading import communities, grade_communities, grade_items, pairs_s
 from recleak.metrics.inference import most_probable
 from recleak.metrics.linearized import auc_values, macro_f1_values
 from recleak.models.base import Params
+from recleak.papers.communities import OF_USERS, draws
+from recleak.papers.communities import graded as by_users
 from recleak.papers.store import USERS
 from recleak.recording import Listening
 from recleak.update import Update
@@ -249,12 +251,14 @@ def _items(made: Setting, tap: Listening[Any, Any] | None) -> dict[str, NDArray[
 def _communities(
     made: Setting, ask: Mapping[str, Scalar], tap: Listening[Any, Any] | None
 ) -> dict[str, NDArray[np.float64]]:
+    """Values of all users, whose spread is that of users as adversaries and as victims. Of a random draw, which is
+    chance by pair, those of adversaries alone, as CDA's cells have it.
+    """
     users, leader = torch.arange(made.train.n_users), made.leaders(ask)
     truth = communities(made.targets[leader], made.train, COMMUNITY, leader)
     if tap is None:
-        lot = random.uniform(made.seed, "random community", leader.numpy()[:, None], users.numpy())
-        answer = torch.from_numpy(lot).float()
-    else:
-        answer = tap.answer(WhoBelongs(torch.arange(len(leader)), users))
-    accuracy = grade_communities(answer, truth, COMMUNITY, leader)["accuracy"].double().numpy()
-    return {"accuracy": accuracy, USERS: leader.double().numpy()}
+        answer = draws(len(users), made.seed, leader)
+        accuracy = grade_communities(answer, truth, COMMUNITY, leader)["accuracy"].double()
+        return {"accuracy": accuracy.numpy(), USERS: leader.double().numpy()}
+    found = by_users(tap.answer(WhoBelongs(torch.arange(len(leader)), users)), truth, COMMUNITY, leader)
+    return {"accuracy": found["accuracy" + OF_USERS].numpy(), USERS: users.double().numpy()}
