@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from recleak import kernels
+from recleak import kernels_perceptron
 from recleak.defenses.base import Defense, Scene, hooks
 from recleak.defenses.proximal import Norm, proximal_terms
 from recleak.errors import ConfigError
@@ -231,7 +231,7 @@ class Visit:
         )
         lazy = rows[head.item]
         if isinstance(lazy, LazyRows):
-            kernels.perceptron_visits(
+            kernels_perceptron.perceptron_visits(
                 *batches,
                 lazy.table,
                 lazy.last,
@@ -250,7 +250,7 @@ class Visit:
             )
         else:
             table = self.rows[head.item]
-            kernels.perceptron_visits_of_all_rows(
+            kernels_perceptron.perceptron_visits_of_all_rows(
                 *batches,
                 self.batches.is_own.numpy(),
                 self.held.own,
