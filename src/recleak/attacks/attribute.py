@@ -24,8 +24,10 @@ from torch import Tensor
 from recleak import kernels, random
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
-from recleak.attacks.learners import Learner, Logistic, Network, Parts, Preparation, of_parts
+from recleak.attacks.careful import of_parts
+from recleak.attacks.learners import Learner, Logistic, Network
 from recleak.attacks.membership import FromUploads, pairs_with_odds, rows_with_noise
+from recleak.attacks.preparation import Parts, Preparation
 from recleak.attacks.rows import KeepsRows, seen_rows
 from recleak.attacks.shift import shifts, without_shift
 from recleak.errors import ConfigError

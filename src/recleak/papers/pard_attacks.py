@@ -17,17 +17,7 @@ from recleak.attacks.attribute import MajorityClass, Proportional, ThroughItems,
 from recleak.attacks.base import Knowledge, WhichAttribute, WhoBelongs
 from recleak.attacks.community import ServerCommunity
 from recleak.attacks.community_items import CommunityThroughItems
-from recleak.attacks.learners import (
-    Boosting,
-    ChosenEpoch,
-    Learner,
-    Logistic,
-    Neighbors,
-    Network,
-    Preparation,
-    Svc,
-    Tree,
-)
+from recleak.attacks.learners import Boosting, ChosenEpoch, Learner, Logistic, Neighbors, Network, Svc, Tree
 from recleak.attacks.membership import (
     AllPositive,
     FarthestRows,
@@ -36,6 +26,7 @@ from recleak.attacks.membership import (
     Popularity,
     RandomGuess,
 )
+from recleak.attacks.preparation import Preparation
 from recleak.attacks.representation import FromRepresentations, Reads
 from recleak.attacks.shadow import ShadowClients
 from recleak.data.features import classes_of
