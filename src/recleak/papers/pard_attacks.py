@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,15 +35,12 @@ from recleak.grading import communities, grade_communities, grade_items, pairs_s
 from recleak.metrics.inference import most_probable
 from recleak.metrics.linearized import auc_values, macro_f1_values
 from recleak.models.base import Params
+from recleak.papers.pard_settings import FOLDS, Scalar, Setting
 from recleak.papers.store import USERS
 from recleak.recording import Listening
 from recleak.update import Update
 
-if TYPE_CHECKING:
-    from recleak.papers.pard import Scalar, Setting
-
 COMMUNITY = 50
-FOLDS = 5  # of users whose attribute is known, for an attack that is graded on them
 _PLAIN = Preparation("standard", "none")
 LEARNERS: Mapping[str, Learner] = {
     "mlp": ChosenEpoch(),
