@@ -29,17 +29,17 @@ from torch.nn import functional
 
 from recleak.data import catalog
 from recleak.defenses.decoupling import Decoupling
-from recleak.papers import pard
+from recleak.papers.pard_settings import BATCH, Scalar, Setting, setting
 from recleak.protocols.federated import BLOCK, Federated, train_federated
 from recleak.training.executor import InProcess
 from recleak.training.local import Examples
 
 OUT = Path(__file__).parent / "out" / "decoupling.json"
-RUN: dict[str, pard.Scalar] = {"data": "ml-100k", "preset": "pard"}
+RUN: dict[str, Scalar] = {"data": "ml-100k", "preset": "pard"}
 SOME = 24  # clients that are trained one by one
 
 
-def cost(made: pard.Setting, rounds: int) -> float:
+def cost(made: Setting, rounds: int) -> float:
     """CPU seconds of some rounds."""
     start = process_time()
     train_federated(
@@ -79,7 +79,7 @@ def estimator(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, outputs))
 
 
-def one_by_one(made: pard.Setting, clients: int) -> float:
+def one_by_one(made: Setting, clients: int) -> float:
     """CPU seconds of a round with terms, for some clients, each with copies of everything."""
     classes = {"age": 3, "gender": 2, "occupation": 21}
     model = Client(made.train.n_items)
@@ -132,14 +132,14 @@ def one_by_one(made: pard.Setting, clients: int) -> float:
     return process_time() - start
 
 
-def same_work(made: pard.Setting) -> pard.Setting:
+def same_work(made: Setting) -> Setting:
     """PARD with the work of `one_by_one`."""
     if not isinstance(made.defense, Decoupling):
         raise TypeError(f"Got the defense {made.defense}, expected PARD's.")
-    return replace(made, defense=replace(made.defense, steps=1, momentum=0.0, sample=None, pairs=pard.BATCH))
+    return replace(made, defense=replace(made.defense, steps=1, momentum=0.0, sample=None, pairs=BATCH))
 
 
-def per_round(made: pard.Setting) -> float:
+def per_round(made: Setting) -> float:
     """CPU seconds of a round with all terms: those of PARD begin with the second round."""
     cost(made, 2)  # compiles
     return (cost(made, 4) - cost(made, 2)) / 2
@@ -155,10 +155,10 @@ def main() -> None:
     clients = 943
     for base in ("fedncf", "fedgcn"):
         for method in ("fedavg", "pfedrec", "apm", "uc-fedrec", "pard"):
-            made = pard.setting({**RUN, "model": base, "method": method}, "as-written", 0)
+            made = setting({**RUN, "model": base, "method": method}, "as-written", 0)
             seconds = per_round(made)
             found[f"{base} {method}"] = {"seconds": seconds, "clients per second": clients / seconds}
-    made = pard.setting({**RUN, "model": "fedncf", "method": "pard"}, "as-written", 0)
+    made = setting({**RUN, "model": "fedncf", "method": "pard"}, "as-written", 0)
     seconds = per_round(same_work(made))
     found["fedncf pard, same work"] = {"seconds": seconds, "clients per second": clients / seconds}
     alone = one_by_one(made, SOME)

@@ -24,7 +24,8 @@ from types import FrameType
 
 from recleak.errors import RecleakError
 from recleak.papers.base import load
-from recleak.testing.hostile import Late, Reader, broken, excused, readers
+from recleak.testing.breaking import broken
+from recleak.testing.hostile import Late, Reader, excused, readers
 
 PATIENCE = 20  # seconds of CPU for one input, so that a busy machine is no failure
 MEMORY = 4 << 30  # bytes of addresses beyond what is there at the beginning

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from recleak.data import catalog
 from recleak.papers import cda
-from recleak.protocols import gossip
+from recleak.protocols import ticks
 from recleak.training import cohort
 
 OUT = Path(__file__).parent / "out" / "gossip.json"
@@ -65,7 +65,7 @@ def main() -> None:
     for kind, name in KINDS.items():
         seconds, busy, accuracy = all_of[kind]
         fast = per_round(kind)
-        with patch.object(cohort, "fits", lambda *_: False), patch.object(gossip, "direct", lambda *_: False):
+        with patch.object(cohort, "fits", lambda *_: False), patch.object(ticks, "direct", lambda *_: False):
             slow = per_round(kind)
         rows.append({"kind": kind, "seconds": seconds, "cpu": busy, "round": fast, "general": slow})
         table.add_row(name, f"{seconds:.0f}", f"{busy:.0f}", f"{accuracy:.3f}", f"{fast:.2f}", f"{slow:.2f}")

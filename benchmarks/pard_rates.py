@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import process_time
 
-from recleak.papers import pard
+from recleak.papers.pard_settings import EVERY, Scalar, setting
 from recleak.protocols.federated import BLOCK, Federated, FederatedModel, train_federated
 from recleak.protocols.stopping import Plateau, Stopping
 from recleak.training.cohort import DivergedError
@@ -48,8 +48,8 @@ def beyond(best: Mapping[float, float]) -> float | None:
 def validated(name: str, item: float, rounds: int, threads: int) -> list[float]:
     """Validation utility after every 10 rounds with this rate of item rows; shorter if training diverges."""
     base, _, method = name.partition("/")
-    run: dict[str, pard.Scalar] = {"data": "ml-100k", "preset": "pard", "model": base, "method": method}
-    made = pard.setting(run, "as-written", 0)
+    run: dict[str, Scalar] = {"data": "ml-100k", "preset": "pard", "model": base, "method": method}
+    made = setting(run, "as-written", 0)
     optimizer = made.local.optimizer
     rates = {**optimizer.learning_rates, "item": item}
     local = replace(made.local, optimizer=SGD(optimizer.learning_rate, rates))
@@ -66,7 +66,7 @@ def validated(name: str, item: float, rounds: int, threads: int) -> list[float]:
             made.train,
             defense=made.defense,
             attributes=made.attributes,
-            stopping=Stopping(Plateau(pard.EVERY, rounds), score),
+            stopping=Stopping(Plateau(EVERY, rounds), score),
             executor=InProcess(threads),
             chunk=BLOCK // 2,
             show_progress=False,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recleak import kernels
+from recleak import kernels_perceptron
 from recleak.accounting import Entry, ledger
 from recleak.defenses import adaptive_noise
 from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian, Moment, levels_from
@@ -369,13 +369,13 @@ def test_noise_before_sending_leaves_the_compiled_loop_alone(
     moment: Moment, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    real = kernels.perceptron_visits
+    real = kernels_perceptron.perceptron_visits
 
     def counted(*arguments: object) -> None:
         made.append(1)
         real(*arguments)
 
-    monkeypatch.setattr(kernels, "perceptron_visits", counted)
+    monkeypatch.setattr(kernels_perceptron, "perceptron_visits", counted)
     job = task(NCF(8, (16,)), AdaptiveNoise(moment=moment), replace(LOCAL, optimizer=Adam(0.01)))
     visits(train, job, ragged(), np.arange(4))
     assert len(made) == calls

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from recleak.attacks.attribute import learner_of_items
-from recleak.attacks.learners import Careful, Logistic
+from recleak.attacks.careful import Careful
+from recleak.attacks.learners import Logistic
 from recleak.data.features import classes_of
 from recleak.defenses.adaptive_noise import AdaptiveNoise, BoundedGaussian
 from recleak.errors import ConfigError, NotFoundError

@@ -22,7 +22,8 @@ from recleak.attacks.audience import (
     gerai_network,
 )
 from recleak.attacks.base import Knowledge, WhichAttribute
-from recleak.attacks.learners import Bayes, GaussianProcess, Logistic, Preparation
+from recleak.attacks.learners import Bayes, GaussianProcess, Logistic
+from recleak.attacks.preparation import Preparation
 from recleak.central import central_ledger, shadow_lists
 from recleak.data import store
 from recleak.data.split import ratio

@@ -22,9 +22,10 @@ from recleak.defenses.sharing import ShareLess
 from recleak.epsilon import gaussian_epsilon
 from recleak.errors import ConfigError, RecleakError
 from recleak.grading import communities, grade_communities
-from recleak.papers import cda, cda_nulls, cda_sensitive
+from recleak.papers import cda, cda_nulls, cda_sensitive, cda_settings
 from recleak.papers.base import load
-from recleak.papers.cda import CLIP, DELTA, measure, setting
+from recleak.papers.cda import measure
+from recleak.papers.cda_settings import CLIP, DELTA, setting
 from recleak.papers.communities import draws, graded
 from recleak.papers.reproduce import Measured, Run, Wanted, measure_all, needed_bytes
 from recleak.papers.store import Question, Store
@@ -190,13 +191,13 @@ def test_whoever_listens_knows_which_targets_do_not_count(small: str, protocol: 
 
 
 @pytest.mark.parametrize("sharing", ["full", "less"])
-@pytest.mark.parametrize("variant", ["as-written", cda.CODE])
+@pytest.mark.parametrize("variant", ["as-written", cda_settings.CODE])
 def test_disjoint_targets_are_another_question(
     small: str, sharing: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chain reads the overlap, of which nothing is left; whatever scores a model, something changes."""
-    monkeypatch.setattr(cda, "SIZE", 10)
-    monkeypatch.setattr(cda, "SCALE", {cda.CODE: (100, 10)})
+    monkeypatch.setattr(cda_settings, "SIZE", 10)
+    monkeypatch.setattr(cda_settings, "SCALE", {cda_settings.CODE: (100, 10)})
     asks: list[dict[str, Any]] = [{"attack": "cda"}, {"attack": "cda", "scoring": "standardized"}, {"attack": "chain"}]
     both = [*asks, *({**ask, "disjoint": True} for ask in asks)]
     measured = list(measure(a_run(small, sharing=sharing), both, variant=variant, seed=0, threads=1))
@@ -207,7 +208,7 @@ def test_disjoint_targets_are_another_question(
 
 
 def test_sums_tell_something_with_rows_of_users_only(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cda, "SIZE", 10)
+    monkeypatch.setattr(cda_settings, "SIZE", 10)
     ask = {"attack": "sums", "scoring": "standardized", "reading": "movement"}
     (full,) = answers(a_run(small, rounds=8), ask)
     (less,) = answers(a_run(small, rounds=2, sharing="less"), ask)
@@ -253,7 +254,7 @@ def test_the_best_of_many_rankings_is_that_of_a_plain_loop(share: float) -> None
 def test_who_sides_with_an_adversary_is_not_looked_for_by_its_nulls(
     small: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cda, "SIZE", 10)
+    monkeypatch.setattr(cda_settings, "SIZE", 10)
     asks: list[dict[str, Any]] = [{"attack": "random"}, {"attack": "random", "rounds": 50}, {"attack": "activity"}]
     apart = [{**ask, "vector": "mean", "colluders": 0.5} for ask in asks]
     made = setting(a_run(small), "as-written", 0)
@@ -274,7 +275,7 @@ def test_who_sides_with_an_adversary_is_not_looked_for_by_its_nulls(
 
 
 def test_nulls_need_no_training(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cda, "SIZE", 10)
+    monkeypatch.setattr(cda_settings, "SIZE", 10)
     monkeypatch.delattr(cda, "train_federated")
     asks: list[dict[str, Any]] = [
         {"attack": "random"},
@@ -298,7 +299,7 @@ def test_nulls_need_no_training(small: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_ranking_that_all_share_is_no_finding(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Intervals over users as adversaries and as victims have the null; over adversaries alone, they mostly do not."""
-    monkeypatch.setattr(cda, "SIZE", 10)
+    monkeypatch.setattr(cda_settings, "SIZE", 10)
     made = setting(a_run(small), "as-written", 0)
     users = torch.arange(60)
     truth = communities(made.targets, made.train, 10, users)
@@ -342,7 +343,7 @@ def test_values_are_of_users_and_quantiles_of_adversaries() -> None:
 def test_whoever_plays_the_adversary_values_are_of_all_users(
     small: str, protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cda, "SIZE", 10)
+    monkeypatch.setattr(cda_settings, "SIZE", 10)
     monkeypatch.setattr(cda, "SOME", 20)
     for each in answers(a_run(small, protocol=protocol), {"attack": "cda"}, {"attack": "chain"}):
         found = each.metrics
@@ -359,7 +360,7 @@ def test_a_draw_of_some_adversaries_is_part_of_that_of_all() -> None:
 
 def test_nobody_looks_for_who_tells_its_vector_in_a_gossip_either(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In what is found, as in what is looked for: an adversary that names its colluders first finds others after it."""
-    monkeypatch.setattr(cda, "SIZE", 10)
+    monkeypatch.setattr(cda_settings, "SIZE", 10)
     made = setting(a_run(small, protocol="rand", sharing="less"), "as-written", 0)
     ask: dict[str, Any] = {"attack": "cda", "vector": "mean", "colluders": 0.2}
     sought = cda._Sought.of(made, ask)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recleak import kernels
+from recleak import kernels_perceptron
 from recleak.defenses.base import Chain, Defense
 from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.noise import GaussianNoise
@@ -674,13 +674,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def count(name: str) -> None:
-        real = getattr(kernels, name)
+        real = getattr(kernels_perceptron, name)
 
         def counted(*arguments: object) -> None:
             names.append(name)
             real(*arguments)
 
-        monkeypatch.setattr(kernels, name, counted)
+        monkeypatch.setattr(kernels_perceptron, name, counted)
 
     for name in (LAZY, DENSE):
         count(name)

@@ -32,7 +32,7 @@ from recleak.models.base import Params
 from recleak.models.components import Normal
 from recleak.models.mf import MF
 from recleak.models.prme import PRMEG
-from recleak.papers import base, cda
+from recleak.papers import base, cda, cda_settings
 from recleak.protocols.federated import Federated, train_federated
 from recleak.protocols.gossip import Gossip, train_gossip
 from recleak.recording import Listening
@@ -329,12 +329,12 @@ def test_targets_are_the_transitions_of_each_user() -> None:
         assert (public["transitions"][first:last].numpy() == wanted).all()
 
 
-@pytest.mark.parametrize("variant", ["as-written", cda.CODE])
+@pytest.mark.parametrize("variant", ["as-written", cda_settings.CODE])
 @pytest.mark.parametrize("protocol", ["fl", "rand", "pers"])
 @pytest.mark.parametrize("sharing", ["full", "less"])
 def test_cells_of_prme_are_measured(protocol: str, sharing: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cda, "open_data", lambda *_: DATA)
-    monkeypatch.setattr(cda, "SIZE", 5)
+    monkeypatch.setattr(cda_settings, "open_data", lambda *_: DATA)
+    monkeypatch.setattr(cda_settings, "SIZE", 5)
     run: dict[str, str | int] = {
         "data": "walks",
         "model": "prme",

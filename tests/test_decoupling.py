@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from recleak.attacks.base import Knowledge, WhichAttribute
-from recleak.attacks.learners import ChosenEpoch, Logistic, Preparation
+from recleak.attacks.learners import ChosenEpoch, Logistic
+from recleak.attacks.preparation import Preparation
 from recleak.attacks.representation import OWN, FromRepresentations
 from recleak.defenses.base import Chain, Defense, Scene, all_components, check, hooks
 from recleak.defenses.clipping import ClipByNorm

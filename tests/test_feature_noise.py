@@ -31,10 +31,10 @@ from recleak.models.feature_gcn import FeatureGCN
 from recleak.streams import Streams
 from recleak.testing import DefenseContract
 from recleak.testing.models import assert_equals_loop, ragged
+from recleak.training.batches import features_of
 from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining, Task
 from recleak.training.optimizers import SGD
-from recleak.training.visit import features_of
 
 
 @pytest.fixture(autouse=True)

@@ -33,8 +33,8 @@ from recleak.training.central import example_losses
 from recleak.training.chunks import one_thread
 from recleak.training.cohort import LocalTraining, Task, Trained, train
 from recleak.training.local import Examples
+from recleak.training.losses import second_order
 from recleak.training.optimizers import SGD, Adam
-from recleak.training.visit import second_order
 from recleak.update import Update
 
 

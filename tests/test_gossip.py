@@ -31,7 +31,7 @@ from recleak.metrics.ranking import rank
 from recleak.models.components import Normal
 from recleak.models.mf import GMF
 from recleak.models.ncf import NCF
-from recleak.protocols import gossip
+from recleak.protocols import gossip, ticks
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
 from recleak.protocols.mail import best_heard, random_views
 from recleak.protocols.merging import Merging
@@ -156,7 +156,7 @@ def plain_loop(
                 )
                 for name, value in has[to].items():
                     whole[name][to] = value
-                number = tick * gossip._WAVES + wave
+                number = tick * ticks._WAVES + wave
                 trained = train(task, whole, store.read(client), examples.draw(client, number), number)
                 store.write(trained.kept)
                 for name, value in trained.update.values.items():
@@ -259,7 +259,7 @@ def test_nodes_that_train_in_place_do_what_the_others_do(monkeypatch: pytest.Mon
     split = parts()
     protocol = Gossip(rounds=4, refresh=2, peers="personal", local=KEEP)
     direct = run(protocol, split.train, valid=split.valid)
-    monkeypatch.setattr(gossip, "direct", lambda *_: False)
+    monkeypatch.setattr(ticks, "direct", lambda *_: False)
     through = run(protocol, split.train, valid=split.valid)
     for name, value in direct.params.items():
         torch.testing.assert_close(value, through.params[name], atol=2e-5, rtol=1e-3)
@@ -377,17 +377,17 @@ def test_converges_with_churn_and_lost_messages() -> None:
     assert 0.3 * sent < sum(model.visits) < 0.6 * sent, "0.7 x 0.8 x 0.8 = 0.45 of all messages find an open ear"
 
 
-def filled(number: float) -> gossip.Tamper:
+def filled(number: float) -> ticks.Tamper:
     """Sends items of one number."""
     return lambda has: {**has, "item": torch.full_like(has["item"], number)}
 
 
-def as_items(change: Any) -> gossip.Tamper:
+def as_items(change: Any) -> ticks.Tamper:
     """Sends something else as items."""
     return lambda has: {**has, "item": change(has["item"])}
 
 
-BROKEN: dict[str, tuple[gossip.Tamper, str]] = {
+BROKEN: dict[str, tuple[ticks.Tamper, str]] = {
     "nan": (filled(float("nan")), "numbers that are not finite"),
     "infinite": (filled(float("-inf")), "numbers that are not finite"),
     "3e37": (filled(3e37), r"a number of 3e\+37, its receiver has none above "),
@@ -470,11 +470,11 @@ def test_who_cannot_use_what_came_of_a_merge_has_what_it_had_before(
 ) -> None:
     data, protocol, tap = parts().train, Gossip(rounds=2, precision=precision, local=local), Everything()
     before = run(replace(protocol, rounds=1), data, defense=defense)
-    monkeypatch.setattr(gossip, "LARGEST", 5.0)  # of what nodes end with
-    ticks = iter(range(2))
+    monkeypatch.setattr(ticks, "LARGEST", 5.0)  # of what nodes end with
+    rest = iter(range(2))
 
     def later(has: dict[str, Tensor]) -> dict[str, Tensor]:
-        return filled(80.0)(has) if next(ticks) else has
+        return filled(80.0)(has) if next(rest) else has
 
     with caplog.at_level(logging.WARNING, logger="recleak.gossip"):
         after = run(protocol, data, defense=defense, faulty={3: later}, taps=[tap])
@@ -528,7 +528,7 @@ class Saboteur(Everything):
 @pytest.fixture
 def saving_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that saves slowly saves less often; here it saves after every tick."""
-    monkeypatch.setattr(gossip, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(ticks, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.mark.usefixtures("saving_is_quick")

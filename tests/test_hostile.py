@@ -44,7 +44,8 @@ from recleak.protocols.saving import Checkpoint
 from recleak.protocols.vectors import Vectors
 from recleak.recording import Recorder, replay
 from recleak.strict_json import parse_json
-from recleak.testing.hostile import Late, Reader, broken, excused, readers
+from recleak.testing.breaking import broken
+from recleak.testing.hostile import Late, Reader, excused, readers
 from recleak.training.cohort import LocalTraining
 from recleak.training.optimizers import Adam
 from recleak.training.state import CheckpointError, ClientStore, locked, read_file, replace_file

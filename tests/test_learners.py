@@ -11,23 +11,20 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 from sklearn.linear_model import LogisticRegression
 
+from recleak.attacks.careful import Careful, of_parts, turned
 from recleak.attacks.learners import (
     Bayes,
     Boosting,
-    Careful,
     GaussianProcess,
     Learner,
     Logistic,
     Neighbors,
     Network,
-    Preparation,
-    Reduce,
     Svc,
     Tree,
     cross_validated,
-    of_parts,
-    turned,
 )
+from recleak.attacks.preparation import Preparation, Reduce
 from recleak.errors import ConfigError
 
 LEARNERS: dict[str, Learner] = {

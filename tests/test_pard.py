@@ -24,26 +24,27 @@ from recleak.grading import communities, grade_communities, pairs_seen
 from recleak.models.decoupled import Decoupled
 from recleak.models.lightgcn import LightGCN
 from recleak.models.pfedrec import PFedRec
-from recleak.papers import base, pard, pard_attacks
+from recleak.papers import base, pard, pard_attacks, pard_settings
+from recleak.papers.pard_settings import CODE, Scalar, Setting, _as_the_code, setting
 from recleak.papers.store import Question, Results, Store
 from recleak.protocols.stopping import Either, Plateau
 from recleak.recording import Listening
 from recleak.training.attributes import insensitive
 from recleak.wire import Broadcast, Server, Upload
 
-RUN: dict[str, pard.Scalar] = {"data": "ml-100k", "preset": "pard", "model": "fedncf", "thin": 6, "rounds": 2}
+RUN: dict[str, Scalar] = {"data": "ml-100k", "preset": "pard", "model": "fedncf", "thin": 6, "rounds": 2}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, data: Callable[[str], Path]) -> None:
     data("ml-100k")
-    monkeypatch.setattr(pard, "FACTORS", 8)
-    monkeypatch.setattr(pard, "EVERY", 1)
-    monkeypatch.setattr(pard, "open_data", lru_cache(open_data))
-    monkeypatch.setattr(pard, "thinned", lru_cache(pard.thinned))
+    monkeypatch.setattr(pard_settings, "FACTORS", 8)
+    monkeypatch.setattr(pard_settings, "EVERY", 1)
+    monkeypatch.setattr(pard_settings, "open_data", lru_cache(open_data))
+    monkeypatch.setattr(pard_settings, "thinned", lru_cache(pard_settings.thinned))
 
 
-def measured(method: str, asks: list[dict[str, pard.Scalar]], **run: pard.Scalar) -> list[dict[str, float]]:
+def measured(method: str, asks: list[dict[str, Scalar]], **run: Scalar) -> list[dict[str, float]]:
     variant = str(run.pop("variant", "as-written"))
     answers = pard.measure({**RUN, "method": method, **run}, asks, variant=variant, seed=0, threads=1)
     return [{name: float(value.mean()) for name, value in each.metrics.items()} for each in answers]
@@ -56,11 +57,11 @@ def test_every_cell_names_something_that_can_be_made() -> None:
         tuple(sorted(cell.run.items())): cell.run for cell in paper.cells.values() if cell.run.get("data") == "ml-100k"
     }
     for run in runs.values():
-        made = pard.setting({**run, "thin": 6}, "as-written", 0)
+        made = setting({**run, "thin": 6}, "as-written", 0)
         all_components(made.model.components(), made.defense)
     for cell in paper.cells.values():
         if cell.run.get("data") == "ml-100k" and cell.run["method"] == "pard":
-            pard_attacks.attack_of(pard.setting({**cell.run, "thin": 6}, "as-written", 0), cell.ask, {})
+            pard_attacks.attack_of(setting({**cell.run, "thin": 6}, "as-written", 0), cell.ask, {})
             break
 
 
@@ -92,7 +93,7 @@ def test_nulls_stand_beside_attacks_and_utility() -> None:
     assert paper.unavailable == ("taobao",)
 
 
-def _graded(cell: base.Cell) -> tuple[pard.Scalar, ...]:
+def _graded(cell: base.Cell) -> tuple[Scalar, ...]:
     """What decides which users an attack on an attribute is graded on."""
     labels, eta = cell.ask.get("labels", "public"), cell.run.get("eta", 0.2)
     known = "others" if labels == "others" else eta if labels == "public" else labels
@@ -101,7 +102,7 @@ def _graded(cell: base.Cell) -> tuple[pard.Scalar, ...]:
 
 
 def test_who_is_known_and_who_is_graded() -> None:
-    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    made = setting({**RUN, "method": "fedavg"}, "as-written", 0)
     public = made.attributes.public.numpy()
     assert 0.15 < public.mean() < 0.25
     others, half, few = (made.known({"labels": labels}) for labels in ("others", 0.5, 0.1))
@@ -113,7 +114,7 @@ def test_who_is_known_and_who_is_graded() -> None:
     assert not (few & ~public).any()
     last = np.flatnonzero(public)[-len(public) // 20 :]
     assert 0 < few[last].sum() < len(last)  # not the first public users, but a part of all
-    told = pard.setting({**RUN, "method": "pard"}, "as-written", 0)
+    told = setting({**RUN, "method": "pard"}, "as-written", 0)
     with pytest.raises(ConfigError, match="Give the run a smaller eta"):
         told.known({"labels": 0.1})
     shown = made.knowledge({"attack": "aia", "attribute": "gender"}).public["labels of gender"].numpy()
@@ -129,7 +130,7 @@ def test_all_methods_are_graded_on_the_same_users(eta: float, seed: int) -> None
     known, graded = [], []
     for method in ("fedavg", "apm", "pard"):
         cell = cells[f"V/{eta}/{method}/gender"]
-        made = pard.setting({**cell.run, "thin": 6}, "as-written", seed)
+        made = setting({**cell.run, "thin": 6}, "as-written", seed)
         known.append(made.known(cell.ask))
         graded.append(made.among(cell.ask))
         assert not (known[-1] & graded[-1]).any()
@@ -141,9 +142,9 @@ def test_all_methods_are_graded_on_the_same_users(eta: float, seed: int) -> None
 
 def test_users_whose_attribute_is_known_are_graded_by_the_others() -> None:
     """All of them once, and nobody else: what a defender can choose a strength by."""
-    made = pard.setting({**RUN, "method": "pard"}, "as-written", 0)
+    made = setting({**RUN, "method": "pard"}, "as-written", 0)
     public = made.attributes.public.numpy()
-    asks: list[dict[str, pard.Scalar]] = [{"attribute": "gender", "among": "known", "fold": fold} for fold in range(5)]
+    asks: list[dict[str, Scalar]] = [{"attribute": "gender", "among": "known", "fold": fold} for fold in range(5)]
     parts = [made.among(ask) for ask in asks]
     assert np.array_equal(np.sum(parts, axis=0), (public & (made.train.activity > 0)).astype(int))
     assert min(part.sum() for part in parts) > public.sum() / 10
@@ -160,7 +161,7 @@ def test_the_grid_shares_its_runs_with_figure_6() -> None:
     paper = base.load("pard")
     results = Results(paper, Store(Path("none")), code=pard.VERSION, variant="as-written")
 
-    def run(name: str) -> dict[str, pard.Scalar]:
+    def run(name: str) -> dict[str, Scalar]:
         return dict(results.question(paper.cells[name]).run)
 
     levels = ("0.1", "0.3", "0.5", "0.7", "0.9")
@@ -172,8 +173,8 @@ def test_the_grid_shares_its_runs_with_figure_6() -> None:
 
 
 def test_users_choose_what_is_protected_and_are_graded_apart() -> None:
-    usual = pard.setting({**RUN, "method": "uc-fedrec"}, "as-written", 0)
-    made = pard.setting({**RUN, "method": "uc-fedrec", "consent": 0.25}, "as-written", 0)
+    usual = setting({**RUN, "method": "uc-fedrec"}, "as-written", 0)
+    made = setting({**RUN, "method": "uc-fedrec", "consent": 0.25}, "as-written", 0)
     public, gender, age = (
         made.attributes.public.numpy(),
         *(made.attributes.protected[name].numpy() for name in ("gender", "age")),
@@ -181,7 +182,7 @@ def test_users_choose_what_is_protected_and_are_graded_apart() -> None:
     assert not (gender & public).any()
     assert gender[~public].mean() == pytest.approx(0.75, abs=0.05)
     assert (gender != age).any()  # each attribute for itself
-    asks: list[dict[str, pard.Scalar]] = [
+    asks: list[dict[str, Scalar]] = [
         {"attribute": "gender", "among": which} for which in ("all", "protected", "consenting")
     ]
     everybody, protected, consenting = (made.among(ask) for ask in asks)
@@ -206,14 +207,14 @@ def test_users_choose_what_is_protected_and_are_graded_apart() -> None:
 )
 def test_what_leaves(method: str, model: str, sent: set[str]) -> None:
     """The table of docs/reproduction/pard.md."""
-    made = pard.setting({**RUN, "method": method, "model": model}, "as-written", 0)
+    made = setting({**RUN, "method": method, "model": model}, "as-written", 0)
     parts = all_components(made.model.components(), made.defense)
     assert {part.name.partition(".")[0] for part in parts if part.shared} == sent
     assert {part.name for part in parts if part.shared and not part.averaged} == ({"user"} & sent)
 
 
 def test_variants_and_settings() -> None:
-    written, code = (pard.setting({**RUN, "method": "pard"}, variant, 0) for variant in ("as-written", pard.CODE))
+    written, code = (setting({**RUN, "method": "pard"}, variant, 0) for variant in ("as-written", CODE))
     assert isinstance(written.model, Decoupled)
     assert isinstance(code.model, Decoupled)
     assert (written.model.combine, code.model.combine) == ("concat", "sum")
@@ -223,35 +224,35 @@ def test_variants_and_settings() -> None:
     assert (code.defense.steps, written.defense.steps) == (1, 10)
     assert (code.defense.learning_rate, written.defense.learning_rate) == (0.1, 0.1)
     assert code.defense.sample == round(0.08 * int(code.attributes.public.sum()))
-    assert pard._as_the_code("ml-1m", 1208) == pard._as_the_code("ml-100k", 1208) | {"learning_rate": 0.01}
+    assert _as_the_code("ml-1m", 1208) == _as_the_code("ml-100k", 1208) | {"learning_rate": 0.01}
     assert (code.plateau, written.plateau) == (Plateau(1, 20), Plateau(1, 5))  # EVERY is 1 here
     assert (written.defense.bound, written.defense.reads) == ("plain", "items")
     assert dict(written.defense.attributes) == {"age": 3, "gender": 2, "occupation": 21}
     assert code.local.optimizer.learning_rates["item"] == pytest.approx(0.1 * code.train.n_items)
     assert code.oracle({})
     assert not written.oracle({})
-    changed = pard.setting({**RUN, "method": "pard", "ir": 0.1, "re": 0.0, "bound": "club"}, "as-written", 0).defense
+    changed = setting({**RUN, "method": "pard", "ir": 0.1, "re": 0.0, "bound": "club"}, "as-written", 0).defense
     assert isinstance(changed, Decoupling)
     assert (changed.irrelevant, changed.relevant, changed.bound) == (0.1, 0.0, "club")
-    consent = pard.setting({**RUN, "method": "uc-fedrec", "strength": 0.9}, "as-written", 0).defense
+    consent = setting({**RUN, "method": "uc-fedrec", "strength": 0.9}, "as-written", 0).defense
     assert isinstance(consent, Chain)
     assert isinstance(consent.defenses[1], UserConsent)
     assert consent.defenses[1].strength == 0.9
-    assert isinstance(pard.setting({**RUN, "method": "pfedrec"}, "as-written", 0).model, PFedRec)
-    assert isinstance(pard.setting({**RUN, "method": "apm", "model": "fedgcn"}, "as-written", 0).model, LightGCN)
+    assert isinstance(setting({**RUN, "method": "pfedrec"}, "as-written", 0).model, PFedRec)
+    assert isinstance(setting({**RUN, "method": "apm", "model": "fedgcn"}, "as-written", 0).model, LightGCN)
     with pytest.raises(NotFoundError, match="Unknown method 'prad'"):
-        pard.setting({**RUN, "method": "prad"}, "as-written", 0)
+        setting({**RUN, "method": "prad"}, "as-written", 0)
     with pytest.raises(NotFoundError, match="Unknown model 'ncf'"):
-        pard.setting({**RUN, "method": "pard", "model": "ncf"}, "as-written", 0)
+        setting({**RUN, "method": "pard", "model": "ncf"}, "as-written", 0)
 
 
 @pytest.mark.parametrize("model", ["fedncf", "fedgcn"])
 def test_batches_of_pfedrec_have_two_passes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stays is moved first, and items by a gradient with that, on a graph too."""
-    monkeypatch.setattr(pard, "thinned", lambda data, count, seed: data.restrict(data.user < 40, "few users"))
-    made = pard.setting({**RUN, "method": "pfedrec", "model": model, "rounds": 1}, "as-written", 0)
+    monkeypatch.setattr(pard_settings, "thinned", lambda data, count, seed: data.restrict(data.user < 40, "few users"))
+    made = setting({**RUN, "method": "pfedrec", "model": model, "rounds": 1}, "as-written", 0)
     assert made.local.turns == (("user", "head"), ("item",))
-    assert pard.setting({**RUN, "method": "fedavg", "model": model}, "as-written", 0).local.turns == ()
+    assert setting({**RUN, "method": "fedavg", "model": model}, "as-written", 0).local.turns == ()
     once = replace(made, local=replace(made.local, turns=()))
     two, one = (pard._train(each, Plateau(1, 9), [], 1).params["item"] for each in (made, once))
     assert not torch.equal(two, one)
@@ -261,8 +262,8 @@ def test_batches_of_pfedrec_have_two_passes(model: str, monkeypatch: pytest.Monk
 def test_a_run_says_how_it_ended(rounds: int, capped: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The round that is measured, all rounds, and whether the cap came before the plateau."""
     looks = iter((0.2, 0.3, 0.1, 0.1, 0.1))
-    monkeypatch.setattr(pard.Setting, "recall", lambda self, model: next(looks))
-    monkeypatch.setattr(pard, "PATIENCE", 2)
+    monkeypatch.setattr(Setting, "recall", lambda self, model: next(looks))
+    monkeypatch.setattr(pard_settings, "PATIENCE", 2)
     [found] = measured("fedavg", [{"measure": "utility"}], rounds=rounds)
     assert (found["rounds"], found["trained"], found["capped"]) == (2, min(rounds, 4), capped)
     assert found["validation"] == 0.3
@@ -270,15 +271,15 @@ def test_a_run_says_how_it_ended(rounds: int, capped: float, tmp_path: Path, mon
 
 def test_only_usual_runs_are_remembered_as_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pard, "_LEVELS", {})
-    usual: dict[str, pard.Scalar] = {**RUN, "method": "fedavg"}
-    made = pard.setting(usual, "as-written", 0)
+    usual: dict[str, Scalar] = {**RUN, "method": "fedavg"}
+    made = setting(usual, "as-written", 0)
     trained = pard._train(made, Plateau(1, 9), [], 1)
     pard._remember({**usual, "vector": "kept"}, made, trained)
     assert not pard._LEVELS
     pard._remember(usual, made, trained)
     assert list(pard._LEVELS.values()) == [trained.curve[-1]]
-    strong: dict[str, pard.Scalar] = {**RUN, "method": "uc-fedrec", "strength": 0.9}
-    other = pard.setting(strong, "as-written", 0)
+    strong: dict[str, Scalar] = {**RUN, "method": "uc-fedrec", "strength": 0.9}
+    other = setting(strong, "as-written", 0)
     assert pard._level(strong, other, 1) == trained.curve[-1]
     assert pard.needs(usual) == []
     assert pard.needs(strong) == [(usual, {"measure": "utility"})]
@@ -286,7 +287,7 @@ def test_only_usual_runs_are_remembered_as_levels(monkeypatch: pytest.MonkeyPatc
 
 def test_levels_of_another_process_are_heard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A rule that hears of a stored curve, which is rounded, ends where it would have without."""
-    run: dict[str, pard.Scalar] = {**RUN, "method": "pfedrec"}
+    run: dict[str, Scalar] = {**RUN, "method": "pfedrec"}
     [(rival, ask)] = pard.needs(run)
     users = 943
     for exact in (701 / users, 707 / users, 1 + 1 / users):
@@ -295,26 +296,26 @@ def test_levels_of_another_process_are_heard(monkeypatch: pytest.MonkeyPatch, tm
         store.write(question, 0, {}, {"validation": [(1, exact / 2), (2, exact)]}, 0.0)
         pard.hear(rival, "as-written", 0, store.read(question, 0).series)
         monkeypatch.setattr(pard, "_train", lambda *_: pytest.fail("it was trained again"))
-        rule = pard._rule(pard.setting(run, "as-written", 0), run, 1)
+        rule = pard._rule(setting(run, "as-written", 0), run, 1)
         assert rule.ended([exact])
         assert not rule.ended([exact - 1 / users])
         assert not rule.ended([exact - 1 / 6040])
 
 
 def test_thinned_data_have_so_many_of_each_user() -> None:
-    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    made = setting({**RUN, "method": "fedavg"}, "as-written", 0)
     assert set(made.train.activity.tolist()) == {4}  # 6 less validation and test
     assert made.train.n_users == 943
 
 
 def test_what_costs_nothing_stands_beside_own_items(tmp_path: Path) -> None:
     """Of the rows of the same upload: popularity, all of them, random ones."""
-    made = pard.setting({**RUN, "method": "pard", "rounds": 1}, "as-written", 0)
+    made = setting({**RUN, "method": "pard", "rounds": 1}, "as-written", 0)
     best = pard.BestRound(made, tmp_path)
     best.end(pard._train(made, Plateau(1, 9), [best], 1, best.look), Plateau(1, 9))
     found, asked = {}, []
     for by in ("gradient", "popularity", "all-positive", "random"):
-        ask: dict[str, pard.Scalar] = {"attack": "membership", "by": by}
+        ask: dict[str, Scalar] = {"attack": "membership", "by": by}
         tap = Listening(Server(), pard_attacks.attack_of(made, ask, {}), made.knowledge(ask))
         for message in best.messages:
             tap.receive(message)
@@ -347,7 +348,7 @@ def test_figure_7_asks_what_table_iii_asks() -> None:
 
 @pytest.mark.heavy
 def test_every_ask_gives_its_metrics() -> None:
-    asks: list[dict[str, pard.Scalar]] = [
+    asks: list[dict[str, Scalar]] = [
         {"measure": "utility"},
         {"measure": "popularity"},
         {"attack": "aia", "attribute": "gender"},
@@ -372,7 +373,7 @@ def test_every_ask_gives_its_metrics() -> None:
     assert popular["rounds"] == 0
     assert popular["recall@10"] > 0.2  # chance is 0.1
     assert all({"auc", "micro-f1", "macro-f1", "user"} == set(each) for each in found[1:10])
-    label = classes_of(pard.setting({**RUN, "method": "pard"}, "as-written", 0).train, "age")[0]
+    label = classes_of(setting({**RUN, "method": "pard"}, "as-written", 0).train, "age")[0]
     assert found[7]["micro-f1"] == pytest.approx(np.bincount(label).max() / len(label), abs=0.03)
     assert found[7]["auc"] == 0.5
     assert {"auc", "auc-median", "auc-below", "f1"} == set(found[10])
@@ -397,7 +398,7 @@ def test_every_ask_gives_its_metrics() -> None:
 )
 def test_cda_puts_a_vector_of_its_own_in_the_place_of_what_is_kept(method: str, kept: set[str]) -> None:
     """What is sent is scored as it is; who keeps a part is scored with a fitted user, of which nothing was sent."""
-    made = pard.setting({**RUN, "method": method}, "as-written", 0)
+    made = setting({**RUN, "method": method}, "as-written", 0)
     knowledge = made.knowledge({"attack": "cda"})
     lacking = {part.name for part in kept_parts(knowledge)}
     assert {name.partition(".")[0] if name.startswith("head") else name for name in lacking} == kept
@@ -407,8 +408,8 @@ def test_cda_puts_a_vector_of_its_own_in_the_place_of_what_is_kept(method: str, 
 @pytest.mark.heavy
 @pytest.mark.parametrize("method", ["fedavg", "pfedrec", "pard"])
 def test_cda_finds_communities(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pard, "LEADERS", 20)
-    asks: list[dict[str, pard.Scalar]] = [
+    monkeypatch.setattr(pard_settings, "LEADERS", 20)
+    asks: list[dict[str, Scalar]] = [
         {"attack": "cda"},
         {"attack": "cda", "scoring": "standardized"},
         {"attack": "random-community"},
@@ -420,8 +421,8 @@ def test_cda_finds_communities(method: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_communities_are_graded_over_adversaries_and_victims(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ranking that all adversaries share is one draw, not a draw for each: its spread is that of victims."""
-    monkeypatch.setattr(pard, "LEADERS", 20)
-    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    monkeypatch.setattr(pard_settings, "LEADERS", 20)
+    made = setting({**RUN, "method": "fedavg"}, "as-written", 0)
     users, ask = made.train.n_users, {"attack": "cda"}
     leader = made.leaders(ask)
     assert len(leader) == 20
@@ -440,28 +441,28 @@ def test_communities_are_graded_over_adversaries_and_victims(monkeypatch: pytest
 
 @pytest.mark.parametrize("method", ["pfedrec", "pard"])
 def test_cda_is_refused_where_it_cannot_fit_what_is_kept(method: str) -> None:
-    made = pard.setting({**RUN, "method": method, "model": "fedgcn"}, "as-written", 0)
+    made = setting({**RUN, "method": method, "model": "fedgcn"}, "as-written", 0)
     with pytest.raises(ConfigError, match="on a graph keeps a part of its model"):
         made.knowledge({"attack": "cda"})
 
 
 def test_true_interactions_are_read_as_inferred_ones_are() -> None:
     """Else who reads the truth would be no ceiling of the chain."""
-    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    made = setting({**RUN, "method": "fedavg"}, "as-written", 0)
     assert (
         pard_attacks.LEARNERS["chain"]
         == pard_attacks.attack_of(made, {"attack": "chain", "attribute": "age"}, {}).learner
     )
-    ask: dict[str, pard.Scalar] = {"attack": "interactions", "attribute": "gender"}
+    ask: dict[str, Scalar] = {"attack": "interactions", "attribute": "gender"}
     usual, same = (pard_attacks.graded(made, each, None, {})["auc"] for each in (ask, {**ask, "learner": "chain"}))
     assert np.array_equal(usual, same)
 
 
 def test_what_is_inferred_from_an_upload_is_inferred_once(tmp_path: Path) -> None:
     """Attacks on the last round share it, by the way it is inferred; answers are those of the attack alone."""
-    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    made = setting({**RUN, "method": "fedavg"}, "as-written", 0)
     shared: dict[str, pard_attacks.OncePerUpload] = {}
-    asks: list[dict[str, pard.Scalar]] = [{"attack": "membership"}, {"attack": "chain", "attribute": "gender"}]
+    asks: list[dict[str, Scalar]] = [{"attack": "membership"}, {"attack": "chain", "attribute": "gender"}]
     first, chain = (pard_attacks.attack_of(made, ask, shared) for ask in asks)
     distant = pard_attacks.attack_of(made, {"attack": "membership", "by": "distance"}, shared)
     assert chain.membership is first
@@ -480,8 +481,8 @@ def test_what_is_inferred_from_an_upload_is_inferred_once(tmp_path: Path) -> Non
 
 def test_what_is_inferred_in_all_rounds_is_inferred_once_for_all_who_listen() -> None:
     """And forgotten with the next upload; who listens finds what it would alone."""
-    made = pard.setting({**RUN, "method": "fedavg"}, "as-written", 0)
-    asks: list[dict[str, pard.Scalar]] = [
+    made = setting({**RUN, "method": "fedavg"}, "as-written", 0)
+    asks: list[dict[str, Scalar]] = [
         {"attack": name, "attribute": "gender", "uploads": "all", "by": by}
         for name in ("chain", "aia")
         for by in ("gradient", "distance")
@@ -505,9 +506,9 @@ def test_what_is_inferred_in_all_rounds_is_inferred_once_for_all_who_listen() ->
 def test_what_counts_is_the_round_with_the_best_look(
     looks: tuple[float, ...], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = pard.setting({**RUN, "method": "fedavg", "rounds": len(looks)}, "as-written", 0)
+    made = setting({**RUN, "method": "fedavg", "rounds": len(looks)}, "as-written", 0)
     left = iter(looks)
-    monkeypatch.setattr(pard.Setting, "recall", lambda self, model: next(left))
+    monkeypatch.setattr(Setting, "recall", lambda self, model: next(left))
     found = pard.BestRound(made, tmp_path)
     found.end(pard._train(made, Plateau(1, 9), [found], 1, found.look), Plateau(1, 9))
     assert found.utility["rounds"].item() == best + 1
@@ -525,9 +526,9 @@ def test_a_model_is_measured_as_it_was_in_its_round(
     """Also when its run has gone on since: as a run that ended there."""
     found = []
     for rounds in (2, 4):
-        made = pard.setting({**RUN, "method": method, "rounds": rounds}, "as-written", 0)
+        made = setting({**RUN, "method": method, "rounds": rounds}, "as-written", 0)
         looks = iter((0.1, 0.3, 0.2, 0.2))
-        monkeypatch.setattr(pard.Setting, "recall", lambda self, model, looks=looks: next(looks))
+        monkeypatch.setattr(Setting, "recall", lambda self, model, looks=looks: next(looks))
         (tmp_path / str(rounds)).mkdir()
         found.append(pard.BestRound(made, tmp_path / str(rounds)))
         found[-1].end(pard._train(made, Plateau(1, 9), [found[-1]], 1, found[-1].look), Plateau(1, 9))
@@ -543,7 +544,7 @@ def test_a_model_is_measured_as_it_was_in_its_round(
 def test_rivals_stop_where_they_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pard, "_LEVELS", {})
     run = {**RUN, "rounds": 3}
-    made = pard.setting({**run, "method": "early-stop"}, "as-written", 0)
+    made = setting({**run, "method": "early-stop"}, "as-written", 0)
     rule = pard._rule(made, {**run, "method": "early-stop"}, 1)
     assert isinstance(rule, Either)  # as its rivals: looks every EVERY rounds, and its own plateau
     assert rule.every == rule.second.every == made.every == 1
@@ -552,14 +553,14 @@ def test_rivals_stop_where_they_are_compared(monkeypatch: pytest.MonkeyPatch) ->
     assert rule.second.level in kept.values()
     assert pard._rule(made, {**run, "method": "early-stop"}, 1) == rule
     assert kept == pard._LEVELS  # it was not trained again
-    other = pard._rule(pard.setting({**run, "method": "uc-fedrec"}, "as-written", 0), run, 1)
+    other = pard._rule(setting({**run, "method": "uc-fedrec"}, "as-written", 0), run, 1)
     assert isinstance(other, Either)
-    assert isinstance(pard._rule(pard.setting({**run, "method": "pard"}, "as-written", 0), run, 1), Plateau)
+    assert isinstance(pard._rule(setting({**run, "method": "pard"}, "as-written", 0), run, 1), Plateau)
 
 
 @pytest.mark.heavy
 def test_published_choice_of_an_epoch_is_no_worse_than_any_chosen_before() -> None:
-    ask: dict[str, pard.Scalar] = {"attack": "aia", "attribute": "gender", "oracle": True}
+    ask: dict[str, Scalar] = {"attack": "aia", "attribute": "gender", "oracle": True}
     valid, test = measured("fedavg", [{**ask, "select": "valid"}, {**ask, "select": "test"}])
     assert test["auc"] >= valid["auc"] - 0.02
     assert test["auc"] > 0.5
@@ -567,7 +568,7 @@ def test_published_choice_of_an_epoch_is_no_worse_than_any_chosen_before() -> No
 
 @pytest.mark.heavy
 def test_tuned_users_score_with_rows_of_their_own() -> None:
-    made = pard.setting({**RUN, "method": "pfedrec"}, "as-written", 0)
+    made = setting({**RUN, "method": "pfedrec"}, "as-written", 0)
     trained = pard._train(made, Plateau(1, 9), [], 1)
     users = torch.tensor([3, 700])
     plain, tuned = trained.scores(users), replace(trained, tuned=True).scores(users)

@@ -37,7 +37,7 @@ from recleak.models.base import Batch, Params
 from recleak.models.components import Normal
 from recleak.models.mf import MF
 from recleak.models.prme import PRMEG
-from recleak.protocols import gossip
+from recleak.protocols import gossip, ticks
 from recleak.protocols.federated import Federated, FederatedModel, train_federated
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
 from recleak.protocols.mail import random_views
@@ -292,7 +292,7 @@ def gossip_loop(merging: Merging, shared: bool, seed: int = 0) -> dict[int, Para
                 for name in has[to]:
                     merged = weight[to] / total * has[to][name]
                     has[to][name] = merged + sum(weight[s] / total * sent[s][name] for s in group)
-                number = tick * gossip._WAVES + wave
+                number = tick * ticks._WAVES + wave
                 mine = {name: value for name, value in has[to].items() if name != "user"}
                 vector = has[to]["user"][to] if "user" in has[to] else own[to]
                 after, user, _ = loop(task, mine, vector, source.draw(np.array([to]), number), 0, number)

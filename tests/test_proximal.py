@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recleak import kernels
+from recleak import kernels_perceptron
 from recleak.defenses.base import Chain, Defense, check
 from recleak.defenses.clipping import ClipByNorm
 from recleak.defenses.noise import GaussianNoise
@@ -142,13 +142,13 @@ class StepwiseLightGCN(LightGCN):
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many clients each call of the compiled loop over all rows had."""
     made: list[int] = []
-    real = kernels.perceptron_visits_of_all_rows
+    real = kernels_perceptron.perceptron_visits_of_all_rows
 
     def counted(*arguments: object) -> None:
         made.append(len(arguments[4]) - 1)  # type: ignore[arg-type]
         real(*arguments)
 
-    monkeypatch.setattr(kernels, "perceptron_visits_of_all_rows", counted)
+    monkeypatch.setattr(kernels_perceptron, "perceptron_visits_of_all_rows", counted)
     return made
 
 

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from recleak import draws
 from recleak.draws import U64
-from recleak.kernels import F32, I64, _adam_parts, _forward, _layout, adam_numbers, compiled
+from recleak.kernels import F32, I64, compiled
+from recleak.kernels_adam import adam_numbers, adam_parts
 from recleak.kernels_gcn import _length
+from recleak.kernels_perceptron import forward, layout
 
 F64 = NDArray[np.float64]
 
@@ -42,7 +44,7 @@ def clipped_sums(
 ) -> None:
     """The sum over each client's batch of the gradients of its examples, each with a norm of at most `bound`."""
     d, batch = table.shape[1], row.shape[1]
-    starts, _, places = _layout(d, batch, widths)
+    starts, _, places = layout(d, batch, widths)
     item, of_item, scratch = np.empty((batch, d), np.float32), np.empty((batch, d), np.float32), _scratch(batch, widths)
     for c in range(row.shape[0]):
         n = _length(weight[c])
@@ -90,7 +92,7 @@ def noisy_visits(
     time get their noise and make their step, so that the gradient of a whole table is never in memory.
     """
     d, batch, size = table.shape[1], row.shape[2], params.shape[1]
-    starts, spans, places = _layout(d, batch, widths)
+    starts, spans, places = layout(d, batch, widths)
     item, of_item, scratch = np.empty((batch, d), np.float32), np.empty((batch, d), np.float32), _scratch(batch, widths)
     gradient, some, rate = np.empty(size, np.float32), np.empty((_ROWS, d), np.float32), np.empty(3, np.float32)
     first = np.full(np.max(np.diff(offset)), -1)  # where a row of the client is met first in a batch
@@ -124,7 +126,7 @@ def noisy_visits(
                     numbers = gradient[spans[part] : spans[part + 1]].reshape(1, -1)
                     draws.add(draws.NORMAL, scale[t], state[t, part], mine, nobody[:1], nobody[:1], numbers)
             _divide(gradient, share)
-            _adam_parts(
+            adam_parts(
                 params[c], mean[c], square[c], gradient, spans, rates, first_moment, rate, beta1, beta2, weight_decay
             )
             rate[0] = item_rate / first_moment
@@ -223,7 +225,7 @@ def _clipped(
     layers = widths.shape[0] - 1
     m, low = widths[1], starts[0]
     matrix, bias = params[low : low + 2 * d * m].reshape(2 * d, m), low + 2 * d * m
-    _forward(params, item, widths, starts, places, gradient[bias : bias + m], hidden)
+    forward(params, item, widths, starts, places, gradient[bias : bias + m], hidden)
     m, at, place = widths[layers - 1], starts[layers - 1], places[layers - 2]
     last = hidden[place : place + n * m].reshape(n, m)
     here = back[place : place + n * m].reshape(n, m)

@@ -12,8 +12,9 @@ from math import exp, log1p
 import numpy as np
 from numpy.typing import NDArray
 
-from recleak.kernels import F32, I64, _propagate, _propagate_back, compiled
+from recleak.kernels import F32, I64, compiled
 from recleak.kernels_gcn import _head, _length, _read, _scratch, _step
+from recleak.kernels_star import propagate, propagate_back
 
 
 @compiled
@@ -78,7 +79,7 @@ def sgd_epochs(
                         _step(seen[i], extra[here[i]], item_rate * (step - epoch * per_epoch[c]))
                 if is_spread:
                     seen[n] = total
-                    _propagate(
+                    propagate(
                         mine[:d], seen, count[:n], is_own, count[n : n + 1], star[c], user_slope, heard, user, item
                     )
                 else:
@@ -110,7 +111,7 @@ def sgd_epochs(
                     )
                 if is_spread:
                     slopes[: n + 1] = 0
-                    _propagate_back(0, count[:n], is_own, count[n : n + 1], star[c], slope, heard, user_slope, slopes)
+                    propagate_back(0, count[:n], is_own, count[n : n + 1], star[c], slope, heard, user_slope, slopes)
                     _step(drift, slopes[n], item_rate)
                     _step(total, slopes[n], item_rate * near.shape[0])
                     _step(total, pull, item_rate)

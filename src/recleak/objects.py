@@ -131,7 +131,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "boosting": "recleak.attacks.learners:Boosting",
         "logistic": "recleak.attacks.learners:Logistic",
         "bayes": "recleak.attacks.learners:Bayes",
-        "careful": "recleak.attacks.learners:Careful",
+        "careful": "recleak.attacks.careful:Careful",
         "gaussian-process": "recleak.attacks.learners:GaussianProcess",
     },
 }

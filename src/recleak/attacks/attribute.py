@@ -24,8 +24,10 @@ from torch import Tensor
 from recleak import kernels, random
 from recleak.attacks.alignment import GradientAlignment
 from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
-from recleak.attacks.learners import Learner, Logistic, Network, Parts, Preparation, of_parts
+from recleak.attacks.careful import of_parts
+from recleak.attacks.learners import Learner, Logistic, Network
 from recleak.attacks.membership import FromUploads, pairs_with_odds, rows_with_noise
+from recleak.attacks.preparation import Parts, Preparation
 from recleak.attacks.rows import KeepsRows, seen_rows
 from recleak.attacks.shift import shifts, without_shift
 from recleak.errors import ConfigError
@@ -388,41 +390,7 @@ class ThroughItems:
         return by_learner(knowledge, question, seen, rows, self.learner, self.seed)
 
 
-# --- what there is to find --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrueItems:
-    """What the true interactions tell to the reader of the chain: a reference beside attacks, and no attack.
-
-    It needs `own items`, i64[n, 2] of a client and an item, in the public knowledge: **no adversary has them**. An
-    audit, which holds the truth, hands them over. What `ThroughItems` lacks to it is what hides the interactions; a
-    better reader may tell more.
-    """
-
-    learner: Learner = field(default_factory=learner_of_items)
-    seed: int = 0
-
-    vantage: ClassVar[type[Server]] = Server
-    question: ClassVar[type[WhichAttribute]] = WhichAttribute
-
-    def init(self, knowledge: Knowledge) -> State:
-        """It keeps nothing."""
-        return {}
-
-    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
-        """It reads nothing."""
-        return state
-
-    def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
-        """Classes from rows of zeros and ones."""
-        pair = public(knowledge, "own items", "i64[n, 2], a client and an item: the truth, for a reference")
-        seen, place = torch.unique(pair[:, 0], return_inverse=True)
-        rows = torch.zeros(len(seen), knowledge.n_items).index_put_((place, pair[:, 1]), torch.ones(len(pair)))
-        return by_learner(knowledge, question, seen, rows, self.learner, self.seed)
-
-
-# --- guesses that cost nothing ----------------------------------------------------------------------------------------
+# --- who does not listen ----------------------------------------------------------------------------------------------
 
 
 class _Blind:
@@ -438,6 +406,29 @@ class _Blind:
     def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
         """It reads nothing."""
         return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrueItems(_Blind):
+    """What the true interactions tell to the reader of the chain: a reference beside attacks, and no attack.
+
+    It needs `own items`, i64[n, 2] of a client and an item, in the public knowledge: **no adversary has them**. An
+    audit, which holds the truth, hands them over. What `ThroughItems` lacks to it is what hides the interactions; a
+    better reader may tell more.
+    """
+
+    learner: Learner = field(default_factory=learner_of_items)
+    seed: int = 0
+
+    def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
+        """Classes from rows of zeros and ones."""
+        pair = public(knowledge, "own items", "i64[n, 2], a client and an item: the truth, for a reference")
+        seen, place = torch.unique(pair[:, 0], return_inverse=True)
+        rows = torch.zeros(len(seen), knowledge.n_items).index_put_((place, pair[:, 1]), torch.ones(len(pair)))
+        return by_learner(knowledge, question, seen, rows, self.learner, self.seed)
+
+
+# --- guesses that cost nothing ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

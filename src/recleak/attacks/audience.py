@@ -20,7 +20,8 @@ from torch import Tensor
 
 from recleak.attacks.attribute import MajorityClass, Proportional, by_learner, known_labels, proportions
 from recleak.attacks.base import Knowledge, State, WhichAttribute
-from recleak.attacks.learners import Learner, Network, Preparation
+from recleak.attacks.learners import Learner, Network
+from recleak.attacks.preparation import Preparation
 from recleak.errors import ConfigError
 from recleak.wire import Audience, AudienceMessage, Recommendations
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from recleak.attacks.attribute import MajorityClass, Proportional, by_learner
 from recleak.attacks.base import Knowledge, State, WhichAttribute, WhichItems
-from recleak.attacks.learners import Learner, Logistic, Preparation
+from recleak.attacks.learners import Learner, Logistic
 from recleak.attacks.membership import calibrated, popularity_odds, public_popularity
+from recleak.attacks.preparation import Preparation
 from recleak.errors import ConfigError
 from recleak.wire import Embeddings, Holder, HolderMessage
 

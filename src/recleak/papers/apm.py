@@ -63,21 +63,19 @@ from recleak.attacks.attribute import (
     learner_of_items,
 )
 from recleak.attacks.base import Knowledge, WhichAttribute
+from recleak.attacks.careful import Careful, turned
 from recleak.attacks.learners import (
     Boosting,
-    Careful,
     Learner,
     Logistic,
     Neighbors,
     Network,
-    Parts,
-    Preparation,
     Prepared,
     Svc,
     Tree,
     cross_validated,
-    turned,
 )
+from recleak.attacks.preparation import Parts, Preparation
 from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions
 from recleak.data.source import open_data

@@ -17,7 +17,7 @@ What the paper leaves open, and what is taken here:
     a node's own vector   where vectors are not shared, an adversary scores with its own, which it knows
     utility               HR@20 of every test item against 99 sampled others (the printed values cannot be of a full
                           ranking); the mean over a user's items, then over users
-    DP-SGD                see `private`
+    DP-SGD                see `cda_settings.private`
 
 PRME-G has no published code, so that both variants score it by its mean confidence. What is taken for it:
 
@@ -36,7 +36,7 @@ PRME-G has no published code, so that both variants score it by its mean confide
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 from typing import Any, cast
@@ -48,122 +48,30 @@ from torch import Tensor
 
 from recleak import random
 from recleak.accounting import averaging, ledger
-from recleak.attacks.base import Knowledge, WhoBelongs
+from recleak.attacks.base import WhoBelongs
 from recleak.attacks.community import PeerCommunity, Scoring, ServerCommunity
 from recleak.attacks.community_items import CommunityThroughItems, PeerCommunityThroughItems
 from recleak.attacks.community_sums import AggregatorCommunity
-from recleak.attacks.community_targets import colluding
-from recleak.data.interactions import Interactions
 from recleak.data.sampling import evaluation_candidates
-from recleak.data.sequences import held_out, sequence_split
-from recleak.data.source import open_data
-from recleak.data.split import Split, ratio
-from recleak.defenses.base import Chain, Defense, parts_of
-from recleak.defenses.dp_sgd import DPSGD, ClippedMeanNoise
-from recleak.defenses.sharing import Share, ShareLess
-from recleak.errors import ConfigError, unknown_name
-from recleak.grading import communities, grade_communities, target_transitions
+from recleak.data.sequences import held_out
+from recleak.errors import ConfigError
+from recleak.grading import communities, grade_communities
 from recleak.metrics.next_item import rank_next
 from recleak.metrics.ranking import rank
-from recleak.models.components import Normal
-from recleak.models.mf import GMF
-from recleak.models.prme import PRMEG
 from recleak.papers import cda_nulls, cda_sensitive
+from recleak.papers.cda_settings import CODE, DELTA, Scalar, Setting, setting
 from recleak.papers.communities import OF_USERS, draws, graded
 from recleak.papers.reproduce import Measured
 from recleak.papers.store import USERS
-from recleak.protocols.federated import BLOCK, Federated, FederatedModel, train_federated
+from recleak.protocols.federated import BLOCK, FederatedModel, train_federated
 from recleak.protocols.gossip import Gossip, GossipModel, train_gossip
-from recleak.protocols.nodes import Precision
-from recleak.training.cohort import LocalTraining
 from recleak.training.executor import InProcess
-from recleak.training.optimizers import SGD, Adam
 from recleak.watching import Watching
 from recleak.wire import Aggregator, Peers, Server
 
 VERSION = 1
-ROUNDS = 200
-CODE = "as-published-code"
-SCALE = {CODE: (100, 5)}  # users, size of a community
-SIZE = 50
 SOME, SOME_COLLUDING = 100, 20  # adversaries of the chain at nodes
 COLLUDING = 0.1  # of all users side with each adversary that takes the mean of their vectors, unless asked otherwise
-DELTA, CLIP = 1e-6, 2.0  # of Figures 6 and 7
-Scalar = str | int | float | bool
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """One training run."""
-
-    split: Split
-    model: GMF | PRMEG
-    defense: Defense
-    protocol: Federated | Gossip
-    size: int  # of a community
-    variant: str
-    seed: int
-
-    @property
-    def train(self) -> Interactions:
-        """What clients train on."""
-        return self.split.train
-
-    @property
-    def targets(self) -> Tensor:
-        """Everybody is an adversary, whose targets are its own items, f32[U, I]."""
-        return torch.from_numpy((self.train.matrix().toarray() > 0).astype(np.float32))
-
-    @property
-    def keeps_vectors(self) -> bool:
-        """Share less: users' vectors stay with them."""
-        return any(isinstance(part, ShareLess) for part in parts_of(self.defense))
-
-    def groups(self, share: float) -> Tensor:
-        """Each adversary with its colluders, a random share of all nodes, bool[U, U]."""
-        return colluding(self.train.n_users, share, self.seed)
-
-    def knowledge(self, **public: Tensor) -> Knowledge:
-        """Models are public; so is how many items people have on average."""
-        known = {"targets": self.targets, "popularity": torch.from_numpy(self.train.popularity.astype(np.float32))}
-        parts = self.defense.sharing(self.model.components())
-        local = self.protocol.local
-        users, items = self.train.n_users, self.train.n_items
-        known |= target_transitions(self.train) if self.model.needs_transitions else {}
-        return Knowledge(self.model, users, items, parts, local, self.defense, {**known, **public})
-
-
-def setting(run: Mapping[str, Scalar], variant: str, seed: int) -> Setting:
-    """The objects that a cell's `run` names."""
-    data = open_data(str(run["data"]), str(run["preset"]) if "preset" in run else None)
-    code, how = variant == CODE, str(run["protocol"])
-    users, size = SCALE.get(variant, (data.n_users, SIZE))
-    some = _some_users(data, users, seed)
-    gossip = how != "fl"
-    split, model, local = _learning(str(run["model"]), some, gossip, code, seed)
-    precision: Precision = "float16" if model.needs_transitions else "float32"
-    rounds = int(run.get("rounds", ROUNDS))
-    protocols: dict[str, Federated | Gossip] = {
-        "fl": Federated(rounds=rounds, aggregation="weighted", local=local),
-        "rand": Gossip(
-            rounds=rounds, refresh=int(run.get("refresh", 10 if code else 1)), precision=precision, local=local
-        ),
-        "pers": Gossip(
-            rounds=rounds,
-            refresh=int(run.get("refresh", 10 if code else 1)),
-            peers="personal",
-            stay=1 if code else 2,
-            precision=precision,
-            local=local,
-        ),
-    }
-    if how not in protocols:
-        raise unknown_name("protocol", how, protocols)
-    sharing: dict[str, Defense] = {"full": Share(("user",)), "less": ShareLess()}
-    if str(run["sharing"]) not in sharing:
-        raise unknown_name("sharing", str(run["sharing"]), sharing)
-    made = Setting(split, model, sharing[str(run["sharing"])], protocols[how], size, variant, seed)
-    return private(made, run)
 
 
 def needed_bytes(run: Mapping[str, Scalar], variant: str) -> int:
@@ -180,102 +88,6 @@ def _held(variant: str, named: tuple[tuple[str, Scalar], ...]) -> int:
         raise AssertionError("rand is a gossip")
     parts = made.defense.sharing(made.model.components())
     return made.protocol.needed_bytes(parts, made.train.n_users, made.train.n_items)
-
-
-def _learning(
-    name: str, data: Interactions, gossip: bool, code: bool, seed: int
-) -> tuple[Split, GMF | PRMEG, LocalTraining]:
-    """A model with its split and how clients train it (Table 3)."""
-    epochs = 2 if gossip else 1
-    if name == "gmf":
-        model = GMF(init=Normal(0.05 if code and not gossip else 0.01))
-        adam = Adam(0.01, keep=True)
-        local = LocalTraining(epochs=epochs, batch_size=None, optimizer=adam, resample=True)
-        return ratio(data, seed=seed), model, local
-    if name == "prme":
-        sgd = SGD(0.005, weight_decay=0.06)
-        local = LocalTraining(epochs=epochs, batch_size=1, optimizer=sgd, loss="bpr", negatives=1, resample=True)
-        return sequence_split(data), PRMEG(), local
-    raise unknown_name("model", name, ("gmf", "prme"))
-
-
-def _some_users(data: Interactions, count: int, seed: int) -> Interactions:
-    """So many random users with all that they did, and the items that are left."""
-    if count >= data.n_users:
-        return data
-    chosen = random.bits(seed, "some users", np.arange(data.n_users)).argsort()[:count]
-    return data.restrict(np.isin(data.user, chosen), f"a draw of {count} users")
-
-
-# --- DP-SGD -----------------------------------------------------------------------------------------------------------
-
-
-def private(made: Setting, run: Mapping[str, Scalar]) -> Setting:
-    """The same with noise on gradients, if the run asks for it (section 6.2, Figures 6 and 7).
-
-    `epsilon`: DP-SGD whose noise is the least for this epsilon at a delta of 1e-6 over all trainings of a client, for
-    one example (the text: one data point). In a federation there are as many as rounds. A node trains after every
-    message, and how many it gets is not known before: the noise is for the mean, ticks times peers, and what the
-    busiest node spends is measured (`epsilon-spent`). `dp = "published"`: what the code does instead, which gives no
-    guarantee. With both, and with `averaging = "mean"`, all clients count alike: weights would tell their numbers of
-    items.
-    """
-    known = {"averaging": ("mean",), "dp": ("published",)}
-    for name, values in known.items():
-        if name in run and run[name] not in values:
-            raise unknown_name(name, str(run[name]), values)
-    if "epsilon" in run and "dp" in run:
-        raise ConfigError("Got epsilon and dp = 'published', expected one: the published noise has no epsilon.")
-    protocol = made.protocol
-    noise: Defense | None = None
-    if "epsilon" in run:
-        trainings = protocol.rounds * (1 if isinstance(protocol, Federated) else protocol.degree)
-        epsilon, epochs = float(run["epsilon"]), protocol.local.epochs
-        noise = DPSGD.calibrated(epsilon, DELTA, uploads=trainings, epochs=epochs, clip=CLIP)
-    elif "dp" in run:
-        noise = ClippedMeanNoise()
-    elif "averaging" not in run:
-        return made
-    alike: Federated | Gossip
-    if isinstance(protocol, Federated):
-        alike = replace(protocol, aggregation="mean")
-    else:
-        alike = replace(protocol, weights="equal")
-    return replace(made, protocol=alike, defense=made.defense if noise is None else Chain((made.defense, noise)))
-
-
-def _spent(made: Setting, trained: FederatedModel | GossipModel) -> dict[str, NDArray[np.float64]]:
-    """What DP-SGD really spends in the run, at most: for one example, and for an interaction with its negatives.
-
-    Of the client that trained most; `-typical` of half of them. Nothing where there is no guarantee.
-    """
-    if isinstance(trained, GossipModel):
-        times = np.array(trained.trainings, np.int64)
-    else:
-        times = np.where(made.train.activity > 0, made.protocol.rounds, 0)  # all take part in every round
-    entries = ledger(
-        made.defense,
-        components=made.model.components(),
-        n_items=made.train.n_items,
-        participations=times,
-        training=made.protocol.local,
-        aggregation=averaging(made.protocol),
-        delta=DELTA,
-    )
-    rows = [entry for entry in entries if entry.composed is not None]
-    if len(rows) != 2:
-        return {}
-    example, interaction = rows
-    numbers = {
-        "epsilon-spent": example.composed,
-        "epsilon-typical": example.typical,
-        "epsilon-interaction": interaction.composed,
-        "trainings": float(times.max()),
-    }
-    return {name: np.array([value]) for name, value in numbers.items() if value is not None}
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def measure(
@@ -526,3 +338,34 @@ def _utility(made: Setting, trained: FederatedModel | GossipModel) -> dict[str, 
         "hr@20": rank(trained, made.train, made.split.test, candidates.items).recall(20),
         "hr@20-full": rank(trained, made.train, made.split.test).recall(20),
     }
+
+
+def _spent(made: Setting, trained: FederatedModel | GossipModel) -> dict[str, NDArray[np.float64]]:
+    """What DP-SGD really spends in the run, at most: for one example, and for an interaction with its negatives.
+
+    Of the client that trained most; `-typical` of half of them. Nothing where there is no guarantee.
+    """
+    if isinstance(trained, GossipModel):
+        times = np.array(trained.trainings, np.int64)
+    else:
+        times = np.where(made.train.activity > 0, made.protocol.rounds, 0)  # all take part in every round
+    entries = ledger(
+        made.defense,
+        components=made.model.components(),
+        n_items=made.train.n_items,
+        participations=times,
+        training=made.protocol.local,
+        aggregation=averaging(made.protocol),
+        delta=DELTA,
+    )
+    rows = [entry for entry in entries if entry.composed is not None]
+    if len(rows) != 2:
+        return {}
+    example, interaction = rows
+    numbers = {
+        "epsilon-spent": example.composed,
+        "epsilon-typical": example.typical,
+        "epsilon-interaction": interaction.composed,
+        "trainings": float(times.max()),
+    }
+    return {name: np.array([value]) for name, value in numbers.items() if value is not None}

@@ -12,7 +12,7 @@ Metrics, each with the name of a mark behind it: `auc`, `precision` (among as ma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +27,11 @@ from recleak.attacks.community_targets import colluding
 from recleak.data.marks import Mark
 from recleak.errors import ConfigError
 from recleak.grading import grade_holders
+from recleak.papers.cda_settings import Scalar, Setting
 from recleak.papers.reproduce import Measured
 from recleak.protocols.gossip import Gossip
 from recleak.watching import Watching, spread
 from recleak.wire import Peers, Server
-
-if TYPE_CHECKING:
-    from recleak.papers.cda import Scalar, Setting
 
 LOOKOUTS = 50  # random users who play the adversary
 NULL = {"auc": 0.5, "tpr": 0.05}  # of who knows nothing; its precision is the share of holders

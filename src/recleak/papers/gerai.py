@@ -71,7 +71,8 @@ from recleak import random
 from recleak.attacks.attribute import MajorityClass, Proportional
 from recleak.attacks.audience import FromHistory, FromLists, ShadowLists, gerai_network
 from recleak.attacks.base import Knowledge, WhichAttribute
-from recleak.attacks.learners import Bayes, GaussianProcess, Learner, Neighbors, Preparation, Tree
+from recleak.attacks.learners import Bayes, GaussianProcess, Learner, Neighbors, Tree
+from recleak.attacks.preparation import Preparation
 from recleak.central import seen_history, shadow_lists, train_central
 from recleak.data.features import UserFeatures, classes_of, user_features
 from recleak.data.interactions import Interactions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +17,7 @@ from recleak.attacks.attribute import MajorityClass, Proportional, ThroughItems,
 from recleak.attacks.base import Knowledge, WhichAttribute, WhoBelongs
 from recleak.attacks.community import ServerCommunity
 from recleak.attacks.community_items import CommunityThroughItems
-from recleak.attacks.learners import (
-    Boosting,
-    ChosenEpoch,
-    Learner,
-    Logistic,
-    Neighbors,
-    Network,
-    Preparation,
-    Svc,
-    Tree,
-)
+from recleak.attacks.learners import Boosting, ChosenEpoch, Learner, Logistic, Neighbors, Network, Svc, Tree
 from recleak.attacks.membership import (
     AllPositive,
     FarthestRows,
@@ -36,6 +26,7 @@ from recleak.attacks.membership import (
     Popularity,
     RandomGuess,
 )
+from recleak.attacks.preparation import Preparation
 from recleak.attacks.representation import FromRepresentations, Reads
 from recleak.attacks.shadow import ShadowClients
 from recleak.data.features import classes_of
@@ -46,15 +37,12 @@ from recleak.metrics.linearized import auc_values, macro_f1_values
 from recleak.models.base import Params
 from recleak.papers.communities import OF_USERS, draws
 from recleak.papers.communities import graded as by_users
+from recleak.papers.pard_settings import FOLDS, Scalar, Setting
 from recleak.papers.store import USERS
 from recleak.recording import Listening
 from recleak.update import Update
 
-if TYPE_CHECKING:
-    from recleak.papers.pard import Scalar, Setting
-
 COMMUNITY = 50
-FOLDS = 5  # of users whose attribute is known, for an attack that is graded on them
 _PLAIN = Preparation("standard", "none")
 LEARNERS: Mapping[str, Learner] = {
     "mlp": ChosenEpoch(),

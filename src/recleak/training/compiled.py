@@ -1,6 +1,6 @@
 """Visits that have a compiled loop of their own: a client's epochs by hand-written gradients, not step by step for all.
 
-Anything that such a loop does not know leaves the visit to the general way. The perceptrons under Adam are in `visit`.
+Anything that such a loop does not know leaves the visit to the general way.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from recleak.training.perceptron import Perceptron, perceptron_of
 from recleak.update import Update
 
 if TYPE_CHECKING:
-    from recleak.training.visit import Step, Visit
+    from recleak.training.batches import Step
+    from recleak.training.visit import Visit
 
 
 def walk_clipped(visit: Visit) -> Tensor | None:

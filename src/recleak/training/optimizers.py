@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recleak import kernels
+from recleak import kernels_adam
 from recleak.errors import ConfigError
 from recleak.models.base import Params
 from recleak.models.components import require_names
@@ -122,7 +122,7 @@ class Stepper:
                 continue
             rate = self._rates[name]
             if name in self._flat and isinstance(optimizer, Adam) and isinstance(time, int):
-                kernels.adam_numbers(
+                kernels_adam.adam_numbers(
                     *self._flat[name],
                     gradients[name].reshape(-1).numpy(),
                     _step_sizes(optimizer, rate, time),
@@ -259,7 +259,7 @@ class LazyRows:
     def read(self, row: NDArray[np.int64], step: int) -> Tensor:
         """Rows as they are after `step` steps, i64[A, B] -> f32[A, B, *shape]."""
         out = torch.empty(*row.shape, *self._shape)  # torch's memory is aligned: products depend on it in the last bits
-        kernels.settle_and_read(
+        kernels_adam.settle_and_read(
             self.table,
             self.last,
             row.reshape(-1),
@@ -274,7 +274,7 @@ class LazyRows:
 
     def step(self, row: NDArray[np.int64], gradient: Tensor, step: int) -> None:
         """Step number `step`, from 1, of rows that were just read; gradients of a row that occurs twice add."""
-        kernels.adam_rows(
+        kernels_adam.adam_rows(
             self.table,
             self.last,
             self.first,

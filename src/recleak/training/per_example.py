@@ -21,7 +21,8 @@ from recleak.training.compiled_clipped import sum_of_clipped
 from recleak.update import Update
 
 if TYPE_CHECKING:
-    from recleak.training.visit import Step, Visit
+    from recleak.training.batches import Step
+    from recleak.training.visit import Visit
 
 _NUMBERS = 1 << 22  # parameters of pairs in memory at a time, and as many gradients
 _LANES = 32  # pairs at a time are a multiple: what does not fill a register has other last bits

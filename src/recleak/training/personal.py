@@ -9,8 +9,8 @@ from torch import Tensor
 
 from recleak.models.base import Batch, Params
 from recleak.models.components import Component
+from recleak.training.batches import features_of
 from recleak.training.cohort import Task
-from recleak.training.visit import features_of
 from recleak.update import NodeParams, Update, values_of
 
 

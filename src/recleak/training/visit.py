@@ -7,29 +7,29 @@ A active ones, B items in a batch, N item rows of all clients, I items, d factor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import log
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
-from recleak import kernels
 from recleak.defenses.base import Defense, Scene, hooks
-from recleak.defenses.proximal import Norm, proximal_terms
+from recleak.defenses.proximal import proximal_terms
 from recleak.errors import ConfigError
-from recleak.models.base import Batch, Params
+from recleak.models.base import Params
 from recleak.models.components import Component
 from recleak.streams import Streams
 from recleak.training.attributes import public_of
+from recleak.training.batches import Batches, Step
 from recleak.training.compiled import walk_epochs
 from recleak.training.compiled_clipped import walk_clipped
 from recleak.training.compiled_decoupled import walk_decoupled
+from recleak.training.compiled_perceptron import walk_perceptron
 from recleak.training.compiled_sgd import walk_sgd
 from recleak.training.local import LocalData, held_rows, plan
+from recleak.training.losses import cross_entropy, pairwise, second_order
 from recleak.training.optimizers import (
     SGD,
     Adam,
@@ -41,7 +41,6 @@ from recleak.training.optimizers import (
     reach,
 )
 from recleak.training.per_example import mean_of_clipped
-from recleak.training.perceptron import perceptron_of
 from recleak.update import Update, rows_of, values_of
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class Visit:
         self.start = self._where_they_began() if self._compares else None
         self.age = kept.values[AGE].clone() if optimizer.keep else None
         self.moments = self._first_moments(kept)
-        self.batches = _Batches(self)
+        self.batches = Batches(self)
         self.turns = self._turns()
 
     def _turns(self) -> tuple[frozenset[str], ...]:
@@ -205,7 +204,7 @@ class Visit:
         loss = walk_decoupled(self)
         stepwise = len(self.turns) > 1 or self.used & {"alternate", "objective"}
         if loss is None and not stepwise:
-            loss = self._walk_compiled(rows)
+            loss = walk_perceptron(self, rows)
         if loss is None and not stepwise:
             loss = walk_epochs(self)
         if loss is None and not stepwise:
@@ -213,88 +212,6 @@ class Visit:
         if loss is None and not stepwise:
             loss = walk_clipped(self)
         return self._walk(rows, strategy) if loss is None else loss
-
-    def _walk_compiled(self, rows: dict[str, LazyRows | DirectRows]) -> Tensor | None:
-        """The whole visit in one compiled loop, where there is one: a perceptron under cross-entropy and fresh Adam."""
-        head, adam = perceptron_of(self.task.model, self.values, self.rows), self.optimizer
-        if head is None or not self._compiles(head.item) or not isinstance(adam, Adam):
-            return None
-        params = head.flat(self.values)  # f32[C, P]
-        loss = torch.empty(len(self.client))
-        widths, rates = head.widths, head.rates(self.rates)
-        batches = (
-            self.batches.row,
-            self.batches.label.numpy(),
-            self.plan.weight,
-            self.plan.steps,
-            self.held.offset,
-        )
-        lazy = rows[head.item]
-        if isinstance(lazy, LazyRows):
-            kernels.perceptron_visits(
-                *batches,
-                lazy.table,
-                lazy.last,
-                lazy.first,
-                lazy.moves.moves,
-                lazy.moves.decay,
-                lazy.moves.sizes,
-                lazy.rate,
-                params.numpy(),
-                widths,
-                rates,
-                adam.beta1,
-                adam.beta2,
-                adam.epsilon,
-                loss.numpy(),
-            )
-        else:
-            table = self.rows[head.item]
-            kernels.perceptron_visits_of_all_rows(
-                *batches,
-                self.batches.is_own.numpy(),
-                self.held.own,
-                self.held.own_offset,
-                self._star().numpy(),
-                table.numpy(),
-                (table if self.start is None else self.start.rows[head.item]).numpy(),
-                self._strength("plain"),
-                self._strength("squared"),
-                self.rates[head.item],
-                params.numpy(),
-                widths,
-                rates,
-                adam.beta1,
-                adam.beta2,
-                adam.epsilon,
-                adam.weight_decay,
-                adam.accumulate,
-                loss.numpy(),
-            )
-        self.values.update(head.parts(params, self.values))
-        return loss
-
-    def _compiles(self, item: str) -> bool:
-        """Whether the compiled loops know all that happens to a client beside its model, which has these item rows."""
-        return (
-            self.task.training.loss == "bce"
-            and self.device.type == "cpu"
-            and not self.optimizer.keep
-            and not self.used & {"gradient", "epoch"}
-            and (self.task.model.star is not None or not self.task.model.reads_neighbors)
-            and self.terms is not None
-            and all(term.components == (item,) for term in self.terms)
-        )
-
-    def _star(self) -> Tensor:
-        """How the model propagates vectors, f32[C, 5]."""
-        if self.task.model.star is None:
-            return torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]).repeat(len(self.client), 1)
-        return self.task.model.star(self.batches.degree)
-
-    def _strength(self, norm: Norm) -> float:
-        """Of the proximal terms with this norm, together."""
-        return float(sum(term.strength for term in self.terms or () if term.norm == norm))
 
     def _walk(self, rows: dict[str, LazyRows | DirectRows], strategy: str) -> Tensor:
         """Step by step for all clients."""
@@ -535,79 +452,6 @@ class Visit:
         return replace(now, values={**kept.values, **values, AGE: age}, rows={**kept.rows, **rows})
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """The batches of the active clients at one step; with a pairwise loss the preferred items come first."""
-
-    row: NDArray[np.int64]  # i64[A, B]: places in the flat table
-    label: Tensor  # f32[A, B]
-    weight: Tensor  # f32[A, B]; with a pairwise loss f32[A, B / 2]
-    inputs: Batch
-
-
-class _Batches:
-    """Hands out the batches of a visit."""
-
-    def __init__(self, visit: Visit) -> None:
-        self.visit, held, task, device = visit, visit.held, visit.task, visit.device
-        clients = len(visit.client)
-        example = visit.plan.example  # i64[S, C, B]
-        label = visit.data.label[example]
-        self.row = held.of_item[example]
-        if held.of_against is not None:
-            self.row = np.concatenate([self.row, held.of_against[example]], axis=2)
-            label = np.concatenate([label, np.zeros_like(label)], axis=2)
-        self.label = torch.from_numpy(label).to(device)
-        self._weight = torch.from_numpy(visit.plan.weight).to(device)
-        is_own = np.zeros(len(held.item), bool)
-        is_own[held.own] = True
-        self.is_own = torch.from_numpy(is_own[self.row]).to(device)
-        self.degree = torch.from_numpy(np.diff(held.own_offset).astype(np.float32)).to(device)
-        self._own = visit._put(held.own)
-        self._own_owner = torch.repeat_interleave(torch.arange(clients, device=device), self.degree.long())
-        self.features = features_of(task, visit.client)
-        self.item_features = None if task.item_features is None else task.item_features.to(device)[visit.item]
-        self.neighbor_features = None if self.item_features is None else self._sum(self.item_features, clients)
-
-    def own(self, now: int) -> tuple[Tensor, Tensor]:
-        """The rows of the first clients' own items, and the position of their client."""
-        n = int(self.visit.held.own_offset[now])
-        return self._own[:n], self._own_owner[:n]
-
-    def _sum(self, rows: Tensor, now: int) -> Tensor:
-        own, owner = self.own(now)
-        return rows.new_zeros(now, *rows.shape[1:]).index_add_(0, owner, rows.index_select(0, own))
-
-    def at(self, step: int, now: int) -> Step:
-        """The batches of the first `now` clients."""
-        visit = self.visit
-        row, label, weight = self.row[step, :now], self.label[step, :now], self._weight[step, :now]
-        own, reads, features = self.is_own[step, :now], visit.task.model.reads_neighbors, self.item_features
-        if not reads and features is None and self.features is None:
-            return Step(row, label, weight, Batch(own, self.degree[:now]))
-        inputs = Batch(
-            own=own,
-            degree=self.degree[:now],
-            neighbors={name: self._sum(value, now) for name, value in visit.rows.items()} if reads else {},
-            user_features=None if self.features is None else self.features[:now],
-            item_features=None
-            if features is None
-            else features.index_select(0, visit._put(row.reshape(-1))).view(now, -1, features.shape[1]),
-            neighbor_features=None if self.neighbor_features is None else self.neighbor_features[:now],
-        )
-        return Step(row, label, weight, inputs)
-
-
-def features_of(task: Task, client: Tensor) -> Tensor | None:
-    """The user features that clients work with, f32[C, F]: a defense changes them once, and not anew in each round."""
-    if task.user_features is None:
-        return None
-    features = task.user_features.to(client.device)[client]
-    if "features" in hooks(task.defense):
-        features = task.defense.features(features, Streams.simulated(task.seed, 0, client).within("features"))
-    return features
-
-
 def after_epoch(defense: Defense, moved: Update, streams: Streams) -> Update:
     """The epoch hook of a defense; `streams` are those at the epoch."""
     changed = defense.epoch(moved, streams.within("epoch"))
@@ -617,25 +461,6 @@ def after_epoch(defense: Defense, moved: Update, streams: Streams) -> Update:
             f"{len(moved.item):,} it got.\n  Rows can be added in the upload hook."
         )
     return changed
-
-
-def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor) -> Tensor:
-    """The weighted binary cross-entropy of each client: f32[C, B] three times -> f32[C]."""
-    return (functional.binary_cross_entropy_with_logits(logits, label, reduction="none") * weight).sum(1)
-
-
-def second_order(logits: Tensor, label: Tensor, weight: Tensor) -> Tensor:
-    """Cross-entropy as its Taylor polynomial at s = 0, log 2 + (1/2 - r) s + s^2 / 8: f32[C, B] three times -> f32[C].
-
-    Zhang et al. 2012, "Functional mechanism", section 5; GERAI, eq. 17, has it for pairs. It is least at s = 4 r - 2.
-    """
-    return ((log(2) + (0.5 - label) * logits + logits.square() / 8) * weight).sum(1)
-
-
-def pairwise(logits: Tensor, weight: Tensor) -> Tensor:
-    """BPR (Rendle et al. 2009): -log sigmoid(preferred - other); the first half of f32[C, B] is preferred."""
-    preferred, other = logits.chunk(2, dim=1)
-    return -(functional.logsigmoid(preferred - other) * weight).sum(1)
 
 
 def _keys(kept: Update) -> NDArray[np.int64]:
