@@ -208,6 +208,22 @@ class TestSketch(OnAttributes):
     attack = FromUpdates(learner=Logistic(), rounds=1, sketch=64, parts=("item", "head"))
 
 
+class TestKnownNoise(OnAttributes):
+    """Rows are weighed in place when it answers; what it keeps is what it keeps without."""
+
+    attack = FromUpdates(learner=Logistic(), rounds="last", noise="known")
+
+    def planted(self) -> Case:
+        return self._under_noise(super().planted())
+
+    def unrelated(self) -> Case:
+        return self._under_noise(super().unrelated())
+
+    @staticmethod
+    def _under_noise(case: Case) -> Case:
+        return replace(case, knowledge=replace(case.knowledge, defense=GaussianNoise({"item": 0.5, "head.bias": 2.0})))
+
+
 class TestNetwork(OnAttributes):
     attack = FromUpdates(learner=Network(epochs=20, members=1), rounds="all", parts=("item",))
 

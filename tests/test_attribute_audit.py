@@ -8,7 +8,10 @@ from typing import Any
 import polars as pl
 import pytest
 
-from recleak import measuring
+from recleak import measuring, objects
+from recleak.attacks.alignment import GradientAlignment
+from recleak.attacks.attribute import ThroughItems
+from recleak.attacks.base import listener_of
 from recleak.conditions import Condition
 from recleak.data import store
 from recleak.data.synthetic import Synthetic
@@ -17,7 +20,7 @@ from recleak.experiment import experiment
 from recleak.findings import Findings
 from recleak.report.matrix import markdown
 from recleak.runs import audit_run
-from recleak.wiretap import listening_for
+from recleak.wiretap import listening_for, seeded
 
 
 def table(data: str, **changes: Any) -> dict[str, Any]:
@@ -123,6 +126,21 @@ def test_what_is_missing_is_said_before_anything_is_run(data: str, tmp_path: Pat
         audit_run(experiment(table(data, attributes=["gendr"])), tmp_path / "run")
 
 
+def test_a_chain_begins_with_the_draws_of_its_seed() -> None:
+    """So it keeps what the membership attack keeps; settings that give a seed keep it."""
+    alone = {"use": "alignment", "shadow_rows": 0, "participation": "all"}
+    for settings in ({"use": "through-items"}, {"use": "through-items", "membership": alone}):
+        for seed in (0, 1):
+            chain = seeded(objects.build("attack", settings), settings, seed)
+            assert chain.seed == chain.membership.seed == seed
+            assert listener_of(chain) == listener_of(seeded(objects.build("attack", alone), alone, seed))
+    given = {"use": "through-items", "seed": 7, "membership": {**alone, "seed": 8}}
+    chain = seeded(objects.build("attack", given), given, 1)
+    assert (chain.seed, chain.membership.seed) == (7, 8)
+    plain = objects.build("attack", {"use": "known-columns"})
+    assert seeded(plain, {}, 1) == plain
+
+
 @pytest.mark.heavy
 def test_one_attack_listens_for_all_that_keep_the_same(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,13 +154,17 @@ def test_one_attack_listens_for_all_that_keep_the_same(
         {"use": "known-columns", "name": "columns"},
         {"use": "through-items", "name": "chain"},
     ]
-    changes = {"seeds": 1, "defenses": [{"use": "gaussian-noise", "std": 0.01}], "by_component": ["tree"]}
+    changes = {"seeds": [1], "defenses": [{"use": "gaussian-noise", "std": 0.01}], "by_component": ["tree"]}
     made = experiment(table(data, attacks=attacks, attributes=["gender", "age"], **changes))
     together = audit_run(made, tmp_path / "together", command="test")
     counts: list[tuple[int, int]] = []
+    chained: list[set[str]] = []
 
     def alone(taps: dict[str, Any]) -> dict[str, str]:
-        counts.append((len(taps), len(set(listening_for(taps).values()))))
+        found = listening_for(taps)
+        counts.append((len(taps), len(set(found.values()))))
+        begins = {name for name, tap in taps.items() if isinstance(tap.attack, ThroughItems | GradientAlignment)}
+        chained.append({found[name] for name in begins if len(begins) == 3})  # the chain on two attributes
         return {name: name for name in taps}
 
     monkeypatch.setattr(measuring, "listening_for", alone)
@@ -152,6 +174,9 @@ def test_one_attack_listens_for_all_that_keep_the_same(
     assert together.scores.filter(pl.col("attack") == "chain")["value"].is_not_null().all()
     ((taps, ears),) = [each for each in counts if each[0] > 10]
     assert ears < taps - 8, "two attributes, two learners and the chain with its membership attack"
+    assert [len(each) for each in chained if each] == [1], (
+        "the chain hears through its membership attack, with any seed"
+    )
 
 
 @pytest.mark.heavy

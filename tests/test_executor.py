@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -134,6 +135,22 @@ def test_errors_and_deaths_of_workers_are_told(tmp_path: Path) -> None:
 
 
 # --- clients at hand, in chunks ---------------------------------------------------------------------------------------
+
+
+def test_libraries_are_looked_for_again_after_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if as many modules went as came."""
+
+    def looked() -> int:
+        with one_thread():
+            return chunks._libraries.cache_info().misses
+
+    monkeypatch.setitem(sys.modules, "one_of_a_kind", chunks)
+    looked()  # to look may import something itself
+    before = looked()
+    assert looked() == before
+    monkeypatch.delitem(sys.modules, "one_of_a_kind")
+    monkeypatch.setitem(sys.modules, "another_of_a_kind", chunks)
+    assert looked() == before + 1
 
 
 def at_hand(client: list[int], batch_size: int | None, model: Model) -> tuple[Task, Params, Update, LocalData]:

@@ -404,18 +404,28 @@ def test_who_was_not_heard_of_or_stands_aside_is_not_found() -> None:
 
 
 def test_what_victims_add_to_the_mean_is_what_drawing_them_again_adds() -> None:
-    """The derivative of the mean hits by how often each user is drawn as a victim, of some users as adversaries."""
+    """By a finite difference: the mean over adversaries of the share of their communities that is hit, where each user
+    counts as often as it is drawn as a victim.
+    """
     rng = np.random.default_rng(0)
     users, who = 30, torch.tensor([3, 8, 20])
-    truth = torch.from_numpy(rng.random((3, users)).argsort(1) < 6)
-    truth[torch.arange(3), who] = False
-    graded = grade_communities(torch.from_numpy(rng.random((3, users))).float(), truth, 6, who)
+    order = rng.random((3, users))
+    order[np.arange(3), who] = 2  # nobody is in its own community
+    truth = torch.from_numpy(order.argsort(1).argsort(1) < 6)
+    score = rng.random((3, users))
+    graded = grade_communities(torch.from_numpy(score).float(), truth, 6, who)
     column = as_victims(graded["accuracy"], graded["exposed"], truth)
-    assert column.mean() == pytest.approx(0, abs=1e-9)
-    share = graded["accuracy"].double().numpy()
-    hits = graded["exposed"].double().nan_to_num().numpy() * truth.sum(0).numpy()
-    expected = (hits - truth.numpy().T @ share) * users / 3 / truth.sum(1).double().mean().item()
-    np.testing.assert_allclose(column, expected - expected.mean(), atol=1e-6)
+    score[np.arange(3), who] = -1
+    hit = truth.numpy() & ((-score).argsort(1).argsort(1) < 6)  # bool[A, U]
+
+    def mean(times: NDArray[np.float64]) -> float:
+        return float(((hit * times).sum(1) / (truth.numpy() * times).sum(1)).mean())
+
+    assert mean(np.ones(users)) == pytest.approx(graded["accuracy"].double().mean().item(), abs=1e-6)
+    step, one = 1e-4, np.eye(users)
+    slope = np.array([mean(1 + step * each) - mean(1 - step * each) for each in one]) / (2 * step)
+    assert np.abs(slope).max() > 0.01
+    np.testing.assert_allclose(column, slope * users, atol=1e-5)
     assert graded["heard"][truth.any(0)].tolist() == [1.0] * int(truth.any(0).sum())
 
 

@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from recleak import doctor, machine
 from recleak.errors import ConfigError
-from recleak.jobs import do_all
+from recleak.jobs import Outcome, Work, do_all
 from recleak.machine import _trim, free_memory, interrupts_arrive, memory_line
 
 
@@ -136,6 +137,21 @@ def test_a_container_may_allow_less_than_the_machine_has(
 
 def work(job: object, threads: int) -> None:
     """Nothing."""
+
+
+class Elsewhere:
+    """Other machines: the last job is done first."""
+
+    def outcomes(self, jobs: Sequence[Any], work: Work[Any]) -> Iterator[tuple[int, Outcome]]:
+        return ((place, Outcome(0.0)) for place in reversed(range(len(jobs))))
+
+
+def test_a_cluster_does_no_jobs_that_wait_for_others() -> None:
+    jobs = [SimpleNamespace(label=str(each)) for each in range(3)]
+    with pytest.raises(ConfigError, match=r"(?s)jobs that wait for others, and a cluster.*without a cluster"):
+        do_all(jobs, work, cluster=Elsewhere(), after=[(), {0}, ()])
+    assert list(do_all(jobs, work, cluster=Elsewhere(), after=[(), (), ()])) == [2, 1, 0]
+    assert list(do_all(jobs, work, after=[(), {0}, ()])) == [0, 1, 2]
 
 
 def test_what_runs_take_side_by_side_is_told_and_refused_if_it_is_not_there(

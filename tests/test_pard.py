@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from recleak.attacks.base import WhichAttribute
 from recleak.attacks.community_vectors import kept_parts
 from recleak.data.features import classes_of
 from recleak.data.source import open_data
@@ -564,6 +565,19 @@ def test_published_choice_of_an_epoch_is_no_worse_than_any_chosen_before() -> No
     valid, test = measured("fedavg", [{**ask, "select": "valid"}, {**ask, "select": "test"}])
     assert test["auc"] >= valid["auc"] - 0.02
     assert test["auc"] > 0.5
+
+
+def test_published_choice_of_an_epoch_is_by_guesses_as_they_are_graded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among equally likely classes a lot decides there too: an epoch that says nothing is no good one."""
+    truth, nothing, half = np.zeros(60, np.int64), np.full((40, 3), 1 / 3), np.eye(3)[np.arange(40) % 2]
+    monkeypatch.setattr(pard_attacks, "classes_of", lambda *_: (truth, ("a", "b", "c")))
+    told = torch.where(torch.arange(60) < 20, 0, -1)
+    knowledge: Any = SimpleNamespace(public={"labels of age": told})
+    learner: Any = SimpleNamespace(path=lambda *_: np.stack([nothing, half]))
+    made: Any = SimpleNamespace(train=None, seed=0)
+    question = WhichAttribute(torch.arange(20, 60), "age", ("a", "b", "c"))
+    best = pard_attacks._best_epoch(knowledge, question, torch.arange(60), torch.zeros(60, 2), learner, made)
+    np.testing.assert_array_equal(best, half)
 
 
 @pytest.mark.heavy

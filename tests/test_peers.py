@@ -114,6 +114,10 @@ class TestLastItems(TestItems):
     attack = ItemsOfPeers(rounds="last")
 
 
+class TestItemsWithAPrior(TestItems):
+    attack = ItemsOfPeers(popularity=True)
+
+
 class TestThroughItems(AttackContract):
     attack: ClassVar[Attack[Any, Any]] = PeersThroughItems()
 

@@ -25,7 +25,7 @@ from recleak.papers import base
 from recleak.papers.base import Claim, Comparison, Paper, Point, Verdict
 from recleak.papers.cells_file import as_json
 from recleak.papers.render import Report, counts, sections, write_markdown
-from recleak.papers.reproduce import Selection, plan, results_of
+from recleak.papers.reproduce import Selection, plan, results_of, store_of
 from recleak.papers.store import Judged, Ours, Question, Results, Store, StoreError
 
 PAPER = """
@@ -749,6 +749,42 @@ def test_the_same_users_are_compared_user_by_user(fake: Path, capsys: pytest.Cap
     assert judged(other) == alone  # other users
     short = named.replace("np.arange(50.0)", "np.arange(49.0)")
     assert judged(short) == alone  # an answer that does not say who all its users are
+
+
+def test_what_is_stored_of_both_is_compared_also_where_more_seeds_are_known(fake: Path) -> None:
+    """A table shows what has more seeds; a claim compares the same users in the same seeds."""
+    usual = "level + 0.05 * np.random.default_rng(seed).standard_normal(50)"
+    far = """np.random.default_rng(seed).standard_normal(50) + (run["model"] == "s") * 0.1"""
+    named = RUNNER.replace(usual, far).replace('"f1": values}', '"f1": values, "user": np.arange(50.0)}')
+    (fake / "fake_runner.py").write_text(named)
+    paper = base.load(str(fake / "fake.toml"))
+    five = Ours(0.2, -0.2, 0.6, 50, 5)
+
+    def judged(*known: str) -> Judged:
+        given = dict.fromkeys(known, five)
+        results = Results(paper, store_of(paper, fake / "out"), code=1, variant="as-written", known=given)
+        assert all(results.ours(name) == five for name in known)
+        return results.judge(paper.claims[0])
+
+    run(fake)
+    one = judged("2/s/a/x")
+    assert one.ours == ("holds", "holds")
+    assert [each.seeds for each in one.differences if each is not None] == [1, 1]
+    assert one.seeds == (1, 1), "as many as were compared"
+    both = judged("2/s/a/x", "2/l/a/x")
+    assert both.ours == ("within noise", "holds")
+    assert both.differences[0] is None, "one seed is no match for five of both"
+    assert both.seeds == (5, 1)
+    run(fake, "--seeds", "2")
+    assert judged("2/s/a/x", "2/l/a/x").seeds == (2, 2)
+    name = results_of(paper, fake / "out", None).question(paper.cells["2/l/a/x"]).name
+    (fake / "out" / "fake" / f"{name}-1.json").unlink()  # of one cell a single seed: the same where nothing is known
+    assert judged().seeds == (1, 2)
+    assert judged().ours == ("holds", "holds")
+    shutil.rmtree(fake / "out")
+    none = judged("2/s/a/x", "2/l/a/x")
+    assert none.ours == ("within noise", "not run")
+    assert none.seeds == (5, 0)
 
 
 def test_verdicts_of_claims() -> None:

@@ -114,6 +114,17 @@ class ByIdentity(MovedRows):
         return super().fold(knowledge, state, message)
 
 
+class ReadsLabels(MovedRows):
+    def init(self, knowledge: Knowledge) -> State:
+        return {**super().init(knowledge), "known": torch.tensor(len(knowledge.public))}
+
+    def fold(self, knowledge: Knowledge, state: State, message: ServerMessage) -> State:
+        return {**state, **super().fold(knowledge, state, message)}
+
+    def listener(self) -> ReadsLabels:
+        return self
+
+
 @pytest.mark.parametrize(
     ("attack", "test"),
     [
@@ -124,6 +135,7 @@ class ByIdentity(MovedRows):
         (KeepsAside(), "test_a_saved_state_makes_no_difference"),
         (ByIdentity(), "test_bytes_make_no_difference"),
         (CountsMessages(), "test_the_grouping_makes_no_difference"),
+        (ReadsLabels(), "test_another_can_listen_for_it"),
     ],
 )
 def test_the_contract_refuses(attack: MovedRows, test: str) -> None:

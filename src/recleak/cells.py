@@ -38,6 +38,7 @@ from recleak.wire import Aggregator, Audience, Holder, Peers, Server, Vantage
 
 VERSION = 2  # of what a cell's files mean: those of another number do not count
 _GRADED = 2  # what is stored of communities and marks: of another number it does not count
+_GUESSED = 2  # the same of attributes: from 2 on a lot decides between equally likely classes
 KS = (10, 20)
 MEMBERSHIP = "membership"  # the question which items are a user's own
 COMMUNITY = "community"  # who is similar to an adversary's items; other questions are named after their attribute
@@ -113,7 +114,7 @@ class Ask:
         if self.community:
             aside = ["aside"] if settings.get("vector") == "mean" else []  # before, those who side with it were graded
             return digest([*parts, COMMUNITY, self.community, _GRADED, *aside])
-        return digest([*parts, self.attribute, self.known] if self.attribute else parts)
+        return digest([*parts, self.attribute, self.known, _GUESSED] if self.attribute else parts)
 
 
 def community_nulls(vantage: type[Vantage[Any]], aside: float = 0.0) -> list[tuple[str, Mapping[str, Any]]]:

@@ -73,10 +73,16 @@ def do_all(
 
     With a cluster they are done there, and `workers` is its business. `needs`: the bytes that large jobs are known to
     take; it is told first, and an error if those side by side need more than is free. `after`: for each job the places
-    of those that are over before it begins, however they went; who does jobs in order, or elsewhere, has them in order.
+    of those that are over before it begins, however they went; one worker does jobs in the order in which they are
+    given, and a cluster, which does them in any, is refused.
     """
     if workers < 1:
         raise ConfigError(f"workers is {workers}, expected at least 1.")
+    if cluster is not None and any(after):
+        raise ConfigError(
+            "Got jobs that wait for others, and a cluster, which does jobs in any order.\n"
+            "  Do them here, without a cluster."
+        )
     workers = min(workers, max(1, len(jobs)))
     if (large := [each for each in needs if each]) and cluster is None:
         say(memory_line(large, workers), to=err)

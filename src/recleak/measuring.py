@@ -97,7 +97,7 @@ def _measure(cell: Cell, made: Made, threads: int, canaries: Canaries | None) ->
     taps: dict[str, Wiretap] = {}
     before, made = made, ended(cell, made, threads)
     for ask in cell.asks:
-        attack = seeded(objects.build("attack", ask.settings), ask.settings.get("seed", cell.seed))
+        attack = seeded(objects.build("attack", ask.settings), ask.settings, cell.seed)
         if made.protocol.rounds < before.protocol.rounds:
             attack = within(attack, made.protocol.rounds)
         reason = no_sense(attack, made, ask)

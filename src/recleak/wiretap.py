@@ -171,11 +171,20 @@ def _has_role(part: Component, role: str) -> bool:
     return role in (part.role, f"{part.role}.{part.layer}")
 
 
-def seeded(attack: Any, seed: int) -> Any:
-    """The adversary's own draws differ from seed to seed, unless the settings give one."""
-    if is_dataclass(attack) and not isinstance(attack, type) and "seed" in {each.name for each in fields(attack)}:
-        return replace(attack, seed=seed)
-    return attack
+def seeded(attack: Any, settings: Mapping[str, Any], seed: int) -> Any:
+    """The adversary's own draws differ from seed to seed, also those of an attack that a chain begins with, unless the
+    settings give one.
+    """
+    if not is_dataclass(attack) or isinstance(attack, type):
+        return attack
+    changes: dict[str, Any] = {}
+    for name in [each.name for each in fields(attack) if each.init]:
+        given, value = settings.get(name), getattr(attack, name)
+        if name == "seed":
+            changes[name] = seed if given is None else given
+        elif hasattr(value, "fold"):
+            changes[name] = seeded(value, given if isinstance(given, Mapping) else {}, seed)
+    return replace(attack, **changes) if changes else attack
 
 
 def no_sense(attack: Any, made: Made, ask: Ask) -> str | None:

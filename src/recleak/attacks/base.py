@@ -125,8 +125,8 @@ class Attack(Protocol[M, Q]):
 def listener_of(attack: object) -> object | None:
     """What decides which state an attack keeps, such as the attack without its learner; None if it does not say.
 
-    Attacks with equal listeners keep the same state of the same messages, whatever labels of users they know; so one of
-    them listens for all. It may be the attack that a chain begins with.
+    Attacks with equal listeners keep the same state of the same messages, whatever they know of an attribute (labels of
+    users, columns of features); so one of them listens for all. It may be the attack that a chain begins with.
     """
     says = getattr(attack, "listener", None)
     return None if says is None else says()

@@ -210,13 +210,16 @@ def _best_epoch(
 ) -> NDArray[np.float64]:
     """The epoch that is best for the graded users, as the published code has it: no adversary could choose it."""
     label = knowledge.public[f"labels of {question.attribute}"][client]
-    truth = classes_of(made.train, question.attribute)[0][question.client.numpy()]
+    user = question.client.numpy()
+    truth = classes_of(made.train, question.attribute)[0][user]
     place = torch.searchsorted(client, question.client)
     path = learner.path(
         rows[label >= 0].numpy(), label[label >= 0].numpy(), len(question.classes), rows[place].numpy(), made.seed
     )
     score = [
-        float(auc_values(each, truth).mean()) if each.shape[1] == 2 else float((each.argmax(1) == truth).mean())
+        float(auc_values(each, truth).mean())
+        if each.shape[1] == 2
+        else float((most_probable(each, user, made.seed) == truth).mean())
         for each in path
     ]
     best: NDArray[np.float64] = path[int(np.argmax(score))]

@@ -200,7 +200,7 @@ class Judged:
     ours: tuple[Verdict, ...]
     theirs: tuple[Verdict, ...]
     seeds: tuple[int, ...]
-    "For each comparison, of its cell with the fewest."
+    "For each comparison, those of its difference, or of its cell with the fewest."
     differences: tuple[Ours | None, ...] = ()
     "For each comparison, left - right user by user; None where its cells were not measured on the same users."
 
@@ -243,7 +243,9 @@ class Results:
     def ours(self, name: str) -> Ours:
         """A cell by its full id: the mean over users and seeds, its interval by a bootstrap over both.
 
-        Of a cell that is known from elsewhere and also stored, what has more seeds counts, and then what is stored.
+        Of a cell that is known from elsewhere and also stored, what has more seeds counts, and then what is stored. So
+        a table shows of each cell the best that there is, and cells side by side may be of other seeds, as its legend
+        says: who compares two of them asks `judge`.
         """
         stored, known = self._stored(name), self.known.get(name, Ours())
         return stored if stored.seeds >= known.seeds else known
@@ -274,7 +276,7 @@ class Results:
 
     def judge(self, claim: Claim) -> Judged:
         """The verdicts on a claim's comparisons: by the differences of the same users in the same seeds where both
-        cells are stored with who their users are, else by the intervals of both.
+        cells are stored with who their users are (also if more seeds of one are known), else by the intervals of both.
         """
         ours, theirs, seeds, differences = [], [], [], []
         for comparison in claim.holds_if:
@@ -290,20 +292,19 @@ class Results:
                 comparison.judge(mine[0], mine[1]) if difference is None else comparison.judge_difference(difference)
             )
             theirs.append(comparison.judge(published[0], published[1]))
-            seeds.append(min(self.ours(name).seeds for name in comparison.cells))
+            counted = [self.ours(name).seeds for name in comparison.cells]
+            seeds.append(min(counted) if difference is None else difference.seeds)
         return Judged(claim, tuple(ours), tuple(theirs), tuple(seeds), tuple(differences))
 
     def _difference(self, left: str, right: str) -> Ours | None:
-        """Left - right of two cells, if what counts of both is stored, of the same users in the seeds of both: two at
-        least, if one of them has more.
+        """Left - right of two cells, of the same users in the seeds that are stored of both: a single one only where
+        `ours` has no more of one of the cells.
         """
         from recleak.metrics.intervals import bootstrap_crossed
 
-        if any(self.ours(name) is not self._stored(name) for name in (left, right)):
-            return None
         mine, other = (self._by_seed(self.paper.cells[name]) for name in (left, right))
         common = sorted(mine.keys() & other.keys())
-        if len(common) < max(1, min(2, max(len(mine), len(other)))):
+        if len(common) < max(1, min(2, *(self.ours(name).seeds for name in (left, right)))):
             return None
         users, values = [], []
         for seed in common:

@@ -128,13 +128,14 @@ class AttackContract:
             _assert_same(rest.state(), expected, f"saved after message {stop}, the attack ended in another state")
 
     def test_another_can_listen_for_it(self) -> None:
-        """What its listener keeps, if it names one, is what it keeps."""
+        """What its listener keeps, if it names one, is what it keeps: also if it is asked about another attribute."""
         listener: Any = listener_of(self.attack)
         if listener is not None:
             case = self.planted()
-            state = listener.init(case.knowledge)
+            knowledge = _of_another_attribute(case.knowledge)
+            state = listener.init(knowledge)
             for message in _seen(case):
-                state = listener.fold(case.knowledge, state, message)
+                state = listener.fold(knowledge, state, message)
             _assert_same(state, self._state(case), "the listener keeps another state")
 
     def test_the_grouping_makes_no_difference(self) -> None:
@@ -254,6 +255,15 @@ def _items_case(own: Tensor, sent: Tensor, size: Tensor, generator: torch.Genera
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _of_another_attribute(knowledge: Knowledge) -> Knowledge:
+    """The same, but with labels of another attribute, of other users, and no columns."""
+    about = ("labels of ", "columns of ")
+    public = {name: value for name, value in knowledge.public.items() if not name.startswith(about)}
+    user = torch.arange(knowledge.n_users)
+    labels = torch.where(user % 2 == 0, user % 3, -1)
+    return replace(knowledge, public={**public, "labels of another attribute": labels})
 
 
 def _seen(case: Case) -> list[Any]:

@@ -22,20 +22,23 @@ from recleak.update import Update
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread per operation, in torch and in the BLAS of the kernels: results depend on it in their last bits."""
+    """One thread per operation, in torch and in the BLAS of the kernels: results depend on it in their last bits.
+
+    Libraries that an import loaded; not one that was opened without any import since the last call (by `ctypes`).
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _libraries(len(sys.modules)).limit(limits=1):
+        with _libraries(tuple(sys.modules)).limit(limits=1):
             yield
     finally:
         torch.set_num_threads(before)
 
 
 @lru_cache(maxsize=1)
-def _libraries(modules: int) -> ThreadpoolController:
-    """The loaded libraries that have threads of their own. To look for them takes 3 ms, and imports alone load more
-    (numba takes its BLAS from scipy): while there are as many modules, they are the same.
+def _libraries(modules: tuple[str, ...]) -> ThreadpoolController:
+    """The loaded libraries that have threads of their own. To look for them takes 3 ms, and as a rule imports alone
+    load more (numba takes its BLAS from scipy): while the same modules are there, they are taken to be the same.
     """
     return ThreadpoolController()
 
