@@ -106,7 +106,7 @@ from recleak.training.executor import InProcess
 from recleak.training.optimizers import SGD
 from recleak.utility import union
 
-VERSION = 3
+VERSION = 4
 NEGATIVES = 4
 ROUNDS = {"ml-100k": 140, "ml-1m": 200}
 SHARE = {"ml-100k": 0.5, "ml-1m": 0.1}  # of the clients in a round (section 5.4)

@@ -69,7 +69,7 @@ from recleak.training.executor import InProcess
 from recleak.watching import Watching
 from recleak.wire import Aggregator, Peers, Server
 
-VERSION = 1
+VERSION = 2
 SOME, SOME_COLLUDING = 100, 20  # adversaries of the chain at nodes
 COLLUDING = 0.1  # of all users side with each adversary that takes the mean of their vectors, unless asked otherwise
 

@@ -102,7 +102,7 @@ from recleak.recording import Listening
 from recleak.training.optimizers import Adam
 from recleak.utility import union
 
-VERSION = 2
+VERSION = 3
 ATTRIBUTES = ("gender", "age", "occupation")
 KS = (5, 10, 15, 20, 25, 30)
 KNOWN = 0.8  # share of the users whose attribute the attacker knows
