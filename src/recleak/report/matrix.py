@@ -84,7 +84,7 @@ def write_picture(findings: Findings, path: Path) -> Path:
         )
         title = f"{data}, {model}, {protocol}: {question}"
         charts.append((heat + text).properties(title=title, width=52 * len(names), height=30 * len(verdicts)))
-    png = vl_convert.vegalite_to_png(alt.vconcat(*charts).to_dict(), scale=_SCALE)
+    png = vl_convert.vegalite_to_png(alt.concat(*charts, columns=1 + (len(charts) > 3)).to_dict(), scale=_SCALE)
     replace_bytes(path, packed(png))
     return path
 
