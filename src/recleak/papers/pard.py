@@ -79,7 +79,7 @@ from recleak.training.state import ClientStore
 from recleak.utility import union
 from recleak.wire import Broadcast, Message, Server, Upload, decode, encode
 
-VERSION = 2
+VERSION = 3
 _SHARED = ("data", "preset", "model", "rounds", "thin")  # what runs that are compared have in common
 _RIVAL = {"early-stop": "apm", "pfedrec": "fedavg", "uc-fedrec": "fedavg"}  # whose utility a method is stopped at
 _LEVELS: dict[tuple[Scalar, ...], float] = {}  # what runs ended with
