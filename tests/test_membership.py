@@ -21,7 +21,8 @@ from torch import Tensor
 from recleak import random
 from recleak.attacks import alignment, shadow
 from recleak.attacks.alignment import AlignmentOfSums, GradientAlignment
-from recleak.attacks.base import Knowledge, State, WhichItems
+from recleak.attacks.attribute import ThroughItems
+from recleak.attacks.base import Knowledge, State, WhichItems, listener_of
 from recleak.attacks.membership import (
     SURE,
     AllPositive,
@@ -39,6 +40,7 @@ from recleak.attacks.membership import (
     whole,
 )
 from recleak.attacks.shadow import ShadowClients, train_shadows
+from recleak.attacks.sums import RehearsedSums
 from recleak.data.interactions import Interactions
 from recleak.data.synthetic import Synthetic
 from recleak.defenses.base import Chain, Defense
@@ -290,6 +292,10 @@ class TestCalibrated(OnRuns):
     attack = GradientAlignment(shadow_rows=100, seed=1)
 
 
+class TestWithPopularity(OnRuns):
+    attack = GradientAlignment(shadow_rows=0, popularity=True)
+
+
 class TestAlignmentOfSums(AttackContract):
     """A sum of one upload is an upload."""
 
@@ -300,6 +306,10 @@ class TestAlignmentOfSums(AttackContract):
 
     def unrelated(self) -> Case:
         return case(related=False, alone=True)
+
+
+class TestRehearsedSums(TestAlignmentOfSums):
+    attack = RehearsedSums()  # type: ignore[assignment]
 
 
 # --- guesses ----------------------------------------------------------------------------------------------------------
@@ -332,6 +342,27 @@ def test_a_random_guess_claims_the_share() -> None:
         assert [int((odds[update.owner == c] > 0).sum()) for c in range(3)] == expected
     assert not torch.equal(odds, RandomGuess(share=0.5, seed=1).evidence(plain(), {}, update, 0)[0])
     assert not torch.equal(odds, RandomGuess(share=0.5).evidence(plain(), {}, update, 1)[0])
+
+
+def test_popularity_beside_movements_counts_once_and_comes_with_the_answer() -> None:
+    """Two uploads of one user: their evidence adds up, the prior does not; who has no prior listens for who has one."""
+    rows = Update(torch.tensor([0]), {}, {"item": torch.randn(3, 8)}, torch.tensor([2, 5, 7]), torch.tensor([0, 3]), 9)
+    knowledge = plain(9, popularity=torch.arange(9.0))
+    with_prior = GradientAlignment(shadow_rows=0, popularity=True, participation="all")
+    without = replace(with_prior, popularity=False)
+    assert listener_of(with_prior) == listener_of(without)
+    assert listener_of(ThroughItems(membership=with_prior)) == listener_of(ThroughItems(membership=without))
+    expected, item = torch.tensor([1.0]), rows.item
+    state = with_prior.init(knowledge)
+    for odds in (torch.tensor([0.5, -1.0, 2.0]), torch.tensor([0.25, 1.0, -1.0])):
+        state = with_prior._with(state, rows.client, expected, (item,), (odds,))
+    asked = WhichItems(torch.zeros(3, dtype=torch.int64), item)
+    prior, owner = (torch.tensor([2.5, 5.5, 7.5])).log(), torch.zeros(3, dtype=torch.int64)
+    summed = torch.tensor([0.75, 0.0, 1.0])
+    assert torch.equal(with_prior.answer(knowledge, state, asked), calibrated(summed + prior, owner, expected))
+    assert torch.equal(without.answer(knowledge, state, asked), calibrated(summed, owner, expected))
+    with pytest.raises(ConfigError, match="needs the items' popularity"):
+        with_prior.answer(replace(knowledge, public={}), state, asked)
 
 
 def test_popularity_orders_by_it_and_must_have_it() -> None:

@@ -81,6 +81,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "attack": {
         "alignment": "recleak.attacks.alignment:GradientAlignment",
         "alignment-of-sums": "recleak.attacks.alignment:AlignmentOfSums",
+        "rehearsed-sums": "recleak.attacks.sums:RehearsedSums",
         "imia": "recleak.attacks.shadow:ShadowClients",
         "farthest-rows": "recleak.attacks.membership:FarthestRows",
         "k-means": "recleak.attacks.membership:KMeans",

@@ -121,9 +121,9 @@ def _attacks(found: Survey, model: Any, attributes: bool) -> list[dict[str, Any]
     known = "unknown" not in [each.get("use") if isinstance(each, Mapping) else each for each in _several(model)]
     if found.vantage == "Aggregator":
         if known:
-            return [{"use": "alignment-of-sums"}]
+            return [{"use": "alignment-of-sums"}, {"use": "rehearsed-sums"}]
         raise ConfigError(
-            "Got a recording of sums without a model, expected both: the attack on sums reads them with the model.\n"
+            "Got a recording of sums without a model, expected both: attacks on sums read them with the model.\n"
             "  Say which, such as --model ncf,factors=16."
         )
     tables = [part.name for part in found.components if part.shared and part.storage == "per_item" and part.shape]

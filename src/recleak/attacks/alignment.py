@@ -97,9 +97,16 @@ class GradientAlignment(FromUploads):
             guess = chosen(shadow, aligned(knowledge, received, shadow, again), whole(again))
             known = described(knowledge, received, shadow, guess, again)
             seen = described(knowledge, received, update, label, labelled)
-            odds = _regress(known, truth, owner[shadow.owner], seen, update)
-        odds = _of_own(knowledge, odds, update, own, labelled)
-        return odds + popularity_odds(knowledge, update.item) if self.popularity else odds, own
+            odds = regressed(known, truth, owner[shadow.owner], seen, update)
+        return _of_own(knowledge, odds, update, own, labelled), own
+
+    def listener(self) -> GradientAlignment:
+        """The prior comes with the answer."""
+        return replace(self, popularity=False)
+
+    def weighed(self, knowledge: Knowledge, item: Tensor, odds: Tensor) -> Tensor:
+        """With the prior, which counts once however many uploads were read."""
+        return odds + popularity_odds(knowledge, item) if self.popularity else odds
 
     def _rehearse(
         self, knowledge: Knowledge, received: Params, update: Update, label: Tensor, round: int, rehearsal: int
@@ -116,7 +123,7 @@ class GradientAlignment(FromUploads):
         start = torch.repeat_interleave(update.offset[owner] - each.offset[:-1], size[owner])
         truth = label[start + torch.arange(len(each.item))]
         seed = int(random.bits(self.seed, "rehearsal", rehearsal) >> np.uint64(1))
-        data = _with_repeats(knowledge, name.numpy(), each, truth, seed)
+        data = with_repeats(knowledge, name.numpy(), each, truth, seed)
         tables = {part.name for part in knowledge.components if part.storage == "per_user"}
         known = {part: torch.cat([value] * _MOST) if part in tables else value for part, value in received.items()}
         moved = train_shadows(knowledge, known, data, round, seed, defense=without_data_hooks(knowledge.defense))
@@ -131,13 +138,25 @@ class AlignmentOfSums(FromSums):
     def evidence(
         self, knowledge: Knowledge, received: Params, mean: Update, clients: int, round: int
     ) -> tuple[Tensor, Tensor]:
-        """The log odds of the projection; rows are split at the number of items that anybody owns, or in half."""
-        n_items = knowledge.n_items
-        if len(mean.item) == n_items:  # else who sent a row is not known, so neither is what the defense did to its sum
-            mean = without_shift_of_rows(knowledge, received, mean)
-        expected = expected_in_sum(knowledge, len(mean.item), clients)
-        anybody = -n_items * torch.expm1(clients * torch.log1p(-expected / n_items))
-        return aligned(knowledge, received, mean, anybody.clamp(max=0.5 * len(mean.item))), expected
+        """The log odds of the projection."""
+        _, odds, _, expected = read_sum(knowledge, received, mean, clients)
+        return odds, expected
+
+
+def read_sum(
+    knowledge: Knowledge, received: Params, mean: Update, clients: int
+) -> tuple[Update, Tensor, Tensor, Tensor]:
+    """The mean change of n clients without what their defense does to rows that nobody trains; the log odds of its
+    rows, f32[N], split at the number of items that anybody owns, or in half; that number, and how many own items each
+    client has, f32[1] both.
+    """
+    n_items = knowledge.n_items
+    if len(mean.item) == n_items:  # else who sent a row is not known, so neither is what the defense did to its sum
+        mean = without_shift_of_rows(knowledge, received, mean)
+    expected = expected_in_sum(knowledge, len(mean.item), clients)
+    anybody = -n_items * torch.expm1(clients * torch.log1p(-expected / n_items))
+    anybody = anybody.clamp(max=0.5 * len(mean.item))
+    return mean, aligned(knowledge, received, mean, anybody), anybody, expected
 
 
 def _of_own(knowledge: Knowledge, odds: Tensor, update: Update, own: Tensor, labelled: Tensor) -> Tensor:
@@ -166,7 +185,7 @@ def _rows_at(each: Update, moved: Update) -> Params:
     }
 
 
-def _with_repeats(knowledge: Knowledge, client: NDArray[np.int64], each: Update, label: Tensor, seed: int) -> LocalData:
+def with_repeats(knowledge: Knowledge, client: NDArray[np.int64], each: Update, label: Tensor, seed: int) -> LocalData:
     """The rows as examples; a negative occurs as often as if q per own item had been drawn with replacement."""
     training = knowledge.training
     negatives = 0 if training is None else training.negatives
@@ -472,7 +491,7 @@ def _split(score: Tensor, update: Update, expected: Tensor) -> tuple[Tensor, Ten
 # --- logistic regression, one for each client -------------------------------------------------------------------------
 
 
-def _regress(known: Tensor, truth: Tensor, owner: Tensor, seen: Tensor, update: Update) -> Tensor:
+def regressed(known: Tensor, truth: Tensor, owner: Tensor, seen: Tensor, update: Update) -> Tensor:
     """Log odds of the rows `seen`, f32[N, F], from rows whose label is known; each client has a regression of its own.
 
     Ridge-penalized maximum likelihood by Newton's method, on features standardized by the known rows.

@@ -377,8 +377,8 @@ class ThroughItems:
         return self.membership.fold(knowledge, state, message)
 
     def listener(self) -> FromUploads:
-        """The membership attack."""
-        return self.membership
+        """That of the membership attack."""
+        return self.membership.listener()
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichAttribute) -> Tensor:
         """Probabilities of items, then of classes."""

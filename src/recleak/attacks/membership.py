@@ -94,11 +94,16 @@ class Evidence:
         sums[client] += expected
         return {**state, **new, "participations": count, "expected": sums}
 
+    def weighed(self, knowledge: Knowledge, item: Tensor, odds: Tensor) -> Tensor:
+        """The log odds of pairs with these items, i64[n], f32[n], with what an attack adds to the evidence."""
+        return odds
+
     def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
         """Probabilities that add up, client by client, to the expected number of own items; 0 for what was not seen."""
         client = state["participations"].nonzero().squeeze(1)
         expected = state["expected"][client] / state["participations"][client]
         pair, odds = pairs_with_odds(state, knowledge.n_items)
+        odds = self.weighed(knowledge, pair % knowledge.n_items, odds)
         chance = calibrated(odds, torch.searchsorted(client, pair // knowledge.n_items), expected)
         asked = question.client * knowledge.n_items + question.item
         place = torch.searchsorted(pair, asked)
@@ -165,7 +170,7 @@ class FromSums(Evidence):
             return state
         client = message.client[self._counts(state, message.client, message.round)]
         received = _received(state)
-        mean = _mean_of(knowledge, message)
+        mean = mean_of(knowledge, message)
         if not received or not len(client) or not len(mean.item):
             return state
         odds, expected = self.evidence(knowledge, received, mean, len(message.client), message.round)
@@ -177,7 +182,7 @@ def _received(state: State) -> Params:
     return {name.removeprefix(_RECEIVED): state[name] for name in state if name.startswith(_RECEIVED)}
 
 
-def _mean_of(knowledge: Knowledge, message: Aggregate) -> Update:
+def mean_of(knowledge: Knowledge, message: Aggregate) -> Update:
     """A sum as the upload of one average client."""
     tables = [part.name for part in knowledge.components if part.storage == "per_item" and part.shared]
     dense = [part.name for part in knowledge.components if part.storage == "dense" and part.shared]
