@@ -111,7 +111,7 @@ def drawn(own: float, popularity: NDArray[np.float32], clients: int = 200) -> tu
     knowledge = Knowledge(
         SMALL, 9, len(popularity), SMALL.components(), local, public={"popularity": torch.from_numpy(popularity)}
     )
-    rows, mine = RehearsedSums(shadow_sums=1)._drawn(knowledge, own, clients, 0)
+    rows, mine = RehearsedSums()._drawn(knowledge, own, np.arange(clients), 0)
     assert rows.n_clients == clients
     item, mark = rows.item.numpy().reshape(clients, -1), mine.numpy().reshape(clients, -1)
     assert (np.diff(item, axis=1) > 0).all()  # ascending, none twice
@@ -151,8 +151,30 @@ def test_shadows_are_drawn_anew_in_each_round_and_by_each_seed(monkeypatch: pyte
         protocol = Federated(2, clients_per_round=6, local=LOCAL)
         train_federated(protocol, SMALL, DATA, defense=EVERY, taps=[tap], show_progress=False)
     assert len({seed for seed, _ in seen} | {0}) == 5  # none is that of the run
-    assert all(len(data.client) == 12 for _, data in seen)
-    assert len({data.item.tobytes() for _, data in seen}) == 4
+    assert all(len(data.client) == 6 for _, data in seen)
+    assert len({data.item.tobytes() for _, data in seen}) == 8  # of two sums in each round
+
+
+def test_memory_is_bounded_by_a_block_of_shadows_and_the_answer_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def spied(knowledge: Knowledge, received: object, data: LocalData, *more: object, **named: object) -> object:
+        sizes.append(len(data.client))
+        return train_shadows(knowledge, received, data, *more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("recleak.attacks.sums.train_shadows", spied)
+    answers = []
+    for block in (1 << 18, 2 * DATA.n_items, 1):
+        monkeypatch.setattr("recleak.attacks.sums._BLOCK", block)
+        sizes.clear()
+        tap = Listening(Aggregator(), RehearsedSums(shadow_sums=1), knowledge_of(SMALL, LOCAL, DATA, EVERY))
+        train_federated(
+            Federated(1, clients_per_round=6, local=LOCAL), SMALL, DATA, defense=EVERY, taps=[tap], show_progress=False
+        )
+        answers.append((tap.answer(pairs_seen(tap.state(), DATA.n_items)), list(sizes)))
+    assert [found for _, found in answers] == [[6], [2, 2, 2], [1] * 6]
+    for other, _ in answers[1:]:
+        torch.testing.assert_close(answers[0][0], other, rtol=0, atol=1e-4)
 
 
 def test_it_says_what_it_needs() -> None:

@@ -6,7 +6,7 @@ told, an adversary learns from sums that it makes itself: shadow clients, with i
 the same defense from the same broadcast. A logistic regression on the share of shadow clients that own an item reads
 then the movement of its row and its popularity together: where movements say nothing, popularity is what is left.
 
-Axis letters: S shadow clients, T sums of them, I items, N rows of a sum, F features.
+Axis letters: S shadow clients, I items, N rows of a sum, F features.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from math import expm1, log1p
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recleak import random
@@ -35,6 +36,8 @@ from recleak.errors import ConfigError
 from recleak.models.base import Params
 from recleak.training.aggregate import Summation
 from recleak.update import Update
+
+_BLOCK = 1 << 18  # lots held at a time, or those of one shadow client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,36 +60,44 @@ class RehearsedSums(FromSums):
     ) -> tuple[Tensor, Tensor]:
         """The log odds that one of the clients owns an item, from the regression."""
         expected = expected_in_sum(knowledge, len(mean.item), clients)
-        drawn, own = self._drawn(knowledge, float(expected), clients, round)
-        seed = int(random.bits(self.seed, "shadow sums", round) >> np.uint64(1))
-        data = with_repeats(knowledge, drawn.client.numpy(), drawn, own, seed)
-        tables = {part.name for part in knowledge.components if part.storage == "per_user"}
-        copies = -(-drawn.n_clients // knowledge.n_users)  # shadows begin as some users, whoever they are
-        known = {name: torch.cat([value] * copies) if name in tables else value for name, value in received.items()}
-        moved = train_shadows(knowledge, known, data, round, seed, defense=knowledge.defense)
-        features, truth = [], []
-        for first in range(0, drawn.n_clients, clients):
-            group = torch.arange(first, first + clients)
-            parts = tuple(part for part in knowledge.components if part.storage != "per_user")
-            total = Summation(received, parts, count_rows=False)
-            total.add(_without(tables, moved.select(group)), torch.ones(clients))
-            shadow = mean_of(knowledge, total.result(round))
-            mine = torch.isin(drawn.owner, group) & own
-            share = torch.bincount(drawn.item[mine], minlength=knowledge.n_items) / clients  # f32[I]
-            shown, item = _shown(knowledge, received, shadow, clients)
-            features.append(shown)
-            truth.append(share[item])
+        sums = [
+            self._sum(knowledge, received, float(expected), np.arange(first, first + clients), round)
+            for first in range(0, self.shadow_sums * clients, clients)
+        ]
+        known, truth = (torch.cat(parts) for parts in zip(*sums, strict=True))
         seen, _ = _shown(knowledge, received, mean, clients)
-        every = torch.cat(features)
-        return regressed(every, torch.cat(truth), torch.zeros(len(every), dtype=torch.int64), seen, mean), expected
+        return regressed(known, truth, torch.zeros(len(known), dtype=torch.int64), seen, mean), expected
 
-    def _drawn(self, knowledge: Knowledge, expected: float, clients: int, round: int) -> tuple[Update, Tensor]:
-        """The rows that T n shadow clients touch, and which of them are their own items, bool[N].
+    def _sum(
+        self, knowledge: Knowledge, received: Params, expected: float, shadows: NDArray[np.int64], round: int
+    ) -> tuple[Tensor, Tensor]:
+        """What the rows of a sum of these shadow clients look like, f32[N, F], and which share of them own the item,
+        f32[N].
+        """
+        seed = int(random.bits(self.seed, "shadow sums", round) >> np.uint64(1))
+        tables = {part.name for part in knowledge.components if part.storage == "per_user"}
+        copies = -(-self.shadow_sums * len(shadows) // knowledge.n_users)  # they begin as some users, whoever they are
+        known = {name: torch.cat([value] * copies) if name in tables else value for name, value in received.items()}
+        parts = tuple(part for part in knowledge.components if part.storage != "per_user")
+        total, owners = Summation(received, parts, count_rows=False), torch.zeros(knowledge.n_items)
+        step = max(1, _BLOCK // knowledge.n_items)
+        for block in (shadows[first : first + step] for first in range(0, len(shadows), step)):
+            drawn, own = self._drawn(knowledge, expected, block, round)
+            data = with_repeats(knowledge, block, drawn, own, seed)
+            moved = train_shadows(knowledge, known, data, round, seed, defense=knowledge.defense)
+            total.add(_without(tables, moved), torch.ones(len(block)))
+            owners += torch.bincount(drawn.item[own], minlength=knowledge.n_items)
+        shown, item = _shown(knowledge, received, mean_of(knowledge, total.result(round)), len(shadows))
+        return shown, owners[item] / len(shadows)
+
+    def _drawn(
+        self, knowledge: Knowledge, expected: float, shadows: NDArray[np.int64], round: int
+    ) -> tuple[Update, Tensor]:
+        """The rows that shadow clients touch, and which of them are their own items, bool[N].
 
         Own items are drawn by popularity without replacement (Efraimidis and Spirakis 2006), negatives uniformly.
         """
         popularity, n_items = public_popularity(knowledge), knowledge.n_items
-        shadows = np.arange(self.shadow_sums * clients)
         size = max(1, min(_nearest(expected), int((popularity > 0).sum()), n_items - 1))
         lot = random.uniform(self.seed, "items of shadows", round, shadows[:, None], np.arange(n_items)[None])
         weight = popularity.double().clamp(min=1e-9).numpy()
