@@ -329,7 +329,7 @@ class KnownColumns(RowPerClient):
         if column.shape != (classes,):
             raise ConfigError(f"`{name}` is {list(column.shape)}, expected [{classes}]: one for each class.")
         chance = torch.full((knowledge.n_users, classes), 1 / classes)
-        client, rows = seen_rows(state)
+        client, rows = seen_rows(state, question.client)
         if len(client):
             square = rows.double().square()  # f64[n, F]
             if self.reading == "rank one":

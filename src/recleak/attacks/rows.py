@@ -56,9 +56,11 @@ class KeepsRows:
         return self.rounds == "all"
 
 
-def seen_rows(state: State) -> tuple[Tensor, Tensor]:
-    """The clients that have a row, i64[n], ascending, and their rows, f32[n, *]."""
+def seen_rows(state: State, asked: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The clients that have a row, i64[n], ascending, and their rows, f32[n, *]; perhaps only of those asked for."""
     client = state["participations"].nonzero().squeeze(1)
+    if asked is not None:
+        client = client[torch.isin(client, asked)]
     if not len(client):
         return client, torch.empty(0, 0)
     return client, torch.stack([state[f"{_ROW}{number}"] for number in client.tolist()])
