@@ -48,6 +48,7 @@ from recleak.attacks.membership import (
     RandomGuess,
 )
 from recleak.attacks.shadow import ShadowClients, train_shadows
+from recleak.attacks.sums import RehearsedSums
 from recleak.data.interactions import Interactions
 from recleak.data.predictability import attribute_auc
 from recleak.data.prepare import at_least
@@ -195,6 +196,7 @@ _ATTACKS: dict[str, Callable[..., FromUploads | FromSums]] = {
     "projection": partial(GradientAlignment, shadow_rows=0),
     "alignment-popularity": partial(GradientAlignment, popularity=True),
     "sums": AlignmentOfSums,
+    "rehearsed-sums": RehearsedSums,
     "popularity-of-sums": PopularityOfSums,
     "k-means": KMeans,
     "k-means-point": partial(KMeans, sse="point"),
