@@ -344,8 +344,8 @@ def test_a_random_guess_claims_the_share() -> None:
     assert not torch.equal(odds, RandomGuess(share=0.5).evidence(plain(), {}, update, 1)[0])
 
 
-def test_popularity_beside_movements_counts_once_and_comes_with_the_answer() -> None:
-    """Two uploads of one user: their evidence adds up, the prior does not; who has no prior listens for who has one."""
+def test_popularity_beside_movements_comes_with_the_answer() -> None:
+    """Two uploads of one user: the prior counts for each; who has none listens for who has one."""
     rows = Update(torch.tensor([0]), {}, {"item": torch.randn(3, 8)}, torch.tensor([2, 5, 7]), torch.tensor([0, 3]), 9)
     knowledge = plain(9, popularity=torch.arange(9.0))
     with_prior = GradientAlignment(shadow_rows=0, popularity=True, participation="all")
@@ -359,7 +359,7 @@ def test_popularity_beside_movements_counts_once_and_comes_with_the_answer() -> 
     asked = WhichItems(torch.zeros(3, dtype=torch.int64), item)
     prior, owner = (torch.tensor([2.5, 5.5, 7.5])).log(), torch.zeros(3, dtype=torch.int64)
     summed = torch.tensor([0.75, 0.0, 1.0])
-    assert torch.equal(with_prior.answer(knowledge, state, asked), calibrated(summed + prior, owner, expected))
+    assert torch.equal(with_prior.answer(knowledge, state, asked), calibrated(summed + 2 * prior, owner, expected))
     assert torch.equal(without.answer(knowledge, state, asked), calibrated(summed, owner, expected))
     with pytest.raises(ConfigError, match="needs the items' popularity"):
         with_prior.answer(replace(knowledge, public={}), state, asked)

@@ -104,9 +104,9 @@ class GradientAlignment(FromUploads):
         """The prior comes with the answer."""
         return replace(self, popularity=False)
 
-    def weighed(self, knowledge: Knowledge, item: Tensor, odds: Tensor) -> Tensor:
-        """With the prior, which counts once however many uploads were read."""
-        return odds + popularity_odds(knowledge, item) if self.popularity else odds
+    def weighed(self, knowledge: Knowledge, item: Tensor, odds: Tensor, uploads: Tensor) -> Tensor:
+        """With the prior, once for each upload: what is read of several is no posterior, and noise in it adds up."""
+        return odds + uploads * popularity_odds(knowledge, item) if self.popularity else odds
 
     def _rehearse(
         self, knowledge: Knowledge, received: Params, update: Update, label: Tensor, round: int, rehearsal: int

@@ -94,8 +94,10 @@ class Evidence:
         sums[client] += expected
         return {**state, **new, "participations": count, "expected": sums}
 
-    def weighed(self, knowledge: Knowledge, item: Tensor, odds: Tensor) -> Tensor:
-        """The log odds of pairs with these items, i64[n], f32[n], with what an attack adds to the evidence."""
+    def weighed(self, knowledge: Knowledge, item: Tensor, odds: Tensor, uploads: Tensor) -> Tensor:
+        """The log odds of pairs, f32[n], with what an attack adds to the evidence; their items, and how many uploads of
+        their clients were read, i64[n].
+        """
         return odds
 
     def answer(self, knowledge: Knowledge, state: State, question: WhichItems) -> Tensor:
@@ -103,8 +105,9 @@ class Evidence:
         client = state["participations"].nonzero().squeeze(1)
         expected = state["expected"][client] / state["participations"][client]
         pair, odds = pairs_with_odds(state, knowledge.n_items)
-        odds = self.weighed(knowledge, pair % knowledge.n_items, odds)
-        chance = calibrated(odds, torch.searchsorted(client, pair // knowledge.n_items), expected)
+        owner = torch.searchsorted(client, pair // knowledge.n_items)
+        uploads = state["participations"][client][owner]
+        chance = calibrated(self.weighed(knowledge, pair % knowledge.n_items, odds, uploads), owner, expected)
         asked = question.client * knowledge.n_items + question.item
         place = torch.searchsorted(pair, asked)
         seen = torch.cat([pair, torch.tensor([-1])])[place] == asked
