@@ -1,4 +1,4 @@
-"""A sum of uploads, read by who rehearses it: more than popularity tells, and never less."""
+"""A sum of uploads, read by who rehearses it: more than popularity and movements tell by themselves."""
 
 from __future__ import annotations
 
