@@ -27,6 +27,7 @@ ALLOWED = {
     "recleak.models",
     "recleak.random",
     "recleak.strict_json",
+    "recleak.training.aggregate",  # sums of uploads, which an adversary makes of its shadow clients'
     "recleak.training.chunks",
     "recleak.training.cohort",
     "recleak.training.local",
