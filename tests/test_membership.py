@@ -296,10 +296,8 @@ class TestWithPopularity(OnRuns):
     attack = GradientAlignment(shadow_rows=0, popularity=True)
 
 
-class TestAlignmentOfSums(AttackContract):
+class OnSums(AttackContract):
     """A sum of one upload is an upload."""
-
-    attack = AlignmentOfSums()
 
     def planted(self) -> Case:
         return case(related=True, alone=True)
@@ -308,8 +306,12 @@ class TestAlignmentOfSums(AttackContract):
         return case(related=False, alone=True)
 
 
-class TestRehearsedSums(TestAlignmentOfSums):
-    attack = RehearsedSums()  # type: ignore[assignment]
+class TestAlignmentOfSums(OnSums):
+    attack = AlignmentOfSums()
+
+
+class TestRehearsedSums(OnSums):
+    attack = RehearsedSums()
 
 
 # --- guesses ----------------------------------------------------------------------------------------------------------

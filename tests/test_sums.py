@@ -24,7 +24,7 @@ from recleak.defenses.secure_aggregation import SecureAggregation
 from recleak.defenses.sharing import Share
 from recleak.errors import ConfigError
 from recleak.grading import pairs_seen, truth_of
-from recleak.models.base import Model
+from recleak.models.base import Model, Params
 from recleak.models.components import Normal
 from recleak.models.lightgcn import LightGCN
 from recleak.models.mf import GMF, MF
@@ -36,6 +36,7 @@ from recleak.testing.attacks import auc
 from recleak.training.cohort import LocalTraining
 from recleak.training.local import LocalData
 from recleak.training.optimizers import SGD, Adam
+from recleak.update import Update
 from recleak.wire import Aggregator
 
 DATA = Synthetic(n_users=60, n_items=200, mean_activity=15, min_activity=8, communities=5).generate().distinct()
@@ -138,14 +139,22 @@ def test_shadows_have_no_more_items_than_anybody_has() -> None:
     assert other.shape == (3, 1)
 
 
-def test_shadows_are_drawn_anew_in_each_round_and_by_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, LocalData]]:
+    """The seeds and the examples that shadow clients are trained with."""
     seen: list[tuple[int, LocalData]] = []
 
-    def spied(knowledge: Knowledge, received: object, data: LocalData, round: int, seed: int, **more: object) -> object:
+    def spied(
+        knowledge: Knowledge, received: Params, data: LocalData, round: int, seed: int, *, defense: Defense
+    ) -> Update:
         seen.append((seed, data))
-        return train_shadows(knowledge, received, data, round, seed, **more)  # type: ignore[arg-type]
+        return train_shadows(knowledge, received, data, round, seed, defense=defense)
 
     monkeypatch.setattr("recleak.attacks.sums.train_shadows", spied)
+    return seen
+
+
+def test_shadows_are_drawn_anew_in_each_round_and_by_each_seed(seen: list[tuple[int, LocalData]]) -> None:
     for attack in (RehearsedSums(), RehearsedSums(seed=7)):
         tap = Listening(Aggregator(), attack, knowledge_of(SMALL, LOCAL, DATA, EVERY))
         protocol = Federated(2, clients_per_round=6, local=LOCAL)
@@ -155,23 +164,18 @@ def test_shadows_are_drawn_anew_in_each_round_and_by_each_seed(monkeypatch: pyte
     assert len({data.item.tobytes() for _, data in seen}) == 8  # of two sums in each round
 
 
-def test_memory_is_bounded_by_a_block_of_shadows_and_the_answer_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def spied(knowledge: Knowledge, received: object, data: LocalData, *more: object, **named: object) -> object:
-        sizes.append(len(data.client))
-        return train_shadows(knowledge, received, data, *more, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("recleak.attacks.sums.train_shadows", spied)
+def test_memory_is_bounded_by_a_block_of_shadows_and_the_answer_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, LocalData]]
+) -> None:
     answers = []
     for block in (1 << 18, 2 * DATA.n_items, 1):
         monkeypatch.setattr("recleak.attacks.sums._BLOCK", block)
-        sizes.clear()
+        seen.clear()
         tap = Listening(Aggregator(), RehearsedSums(shadow_sums=1), knowledge_of(SMALL, LOCAL, DATA, EVERY))
         train_federated(
             Federated(1, clients_per_round=6, local=LOCAL), SMALL, DATA, defense=EVERY, taps=[tap], show_progress=False
         )
-        answers.append((tap.answer(pairs_seen(tap.state(), DATA.n_items)), list(sizes)))
+        answers.append((tap.answer(pairs_seen(tap.state(), DATA.n_items)), [len(data.client) for _, data in seen]))
     assert [found for _, found in answers] == [[6], [2, 2, 2], [1] * 6]
     for other, _ in answers[1:]:
         torch.testing.assert_close(answers[0][0], other, rtol=0, atol=1e-4)
